@@ -202,7 +202,7 @@ typedef struct rebatch_map_ops {
     X(OPTIMIZER, "optimizer_step, before updating")                                                \
     X(UPDATE, "optimizer_step, while updating")                                                    \
     X(RESIZE, "resize")                                                                            \
-    X(MAP, "rebatch_map")                                                                          \
+    X(MAP, "map")                                                                                  \
     X(REDUCE, "reduce")
 
 /** Where an OOM occurs. */
@@ -648,8 +648,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_step(rebatch *rb, const rebatch_step_
 REBATCH_API rebatch_status rebatch_abandon_step(rebatch *rb, const char *why);
 
 /** Say why the running callback is about to fail, for callbacks whose errors have their text
- *  elsewhere, for example exceptions. The other ranks' messages contain it. A callback that fails
- *  without saying so sends rebatch_last_error(). It has no effect when the callback returns
+ *  elsewhere, for example exceptions. The error text contains it, and so do the other ranks'
+ *  messages. A callback that fails without saying so sends rebatch_last_error(). It has no effect when the callback returns
  *  REBATCH_OK or REBATCH_OOM. Outside a callback it only sets rebatch_last_error().
  *  @param rb   the session; NULL only sets rebatch_last_error()
  *  @param why  one sentence, in UTF-8; the first 200 bytes are sent */

@@ -660,10 +660,20 @@ def status_of(number: int) -> int:
         return number
 
 
+# What users of this package call, by the name of what it calls.
+_CALLED = {
+    "rebatch_step()": "step(batch)",
+    "rebatch_map()": "rebatch.map() or step.evaluate()",
+    "rebatch_probe()": "step.probe()",
+}
+
+
 def last_error() -> str:
     """The message of this thread's last call that failed; "" when none has failed."""
-    text: bytes = lib.rebatch_last_error()
-    return text.decode(errors="replace")
+    text: str = lib.rebatch_last_error().decode(errors="replace")
+    for name, called in _CALLED.items():
+        text = text.replace(name, called)
+    return text
 
 
 def check(status: int) -> None:

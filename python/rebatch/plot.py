@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str]) -> list[Point]:
     points: list[Point] = []
     shrinks: list[dict[str, Any]] = []
     for event in _events(lines, name):
-        is_of_training = event["phase"] != "rebatch_map"
+        is_of_training = event["phase"] != "map"
         if event["event"] in _SHRINKS and is_of_training:
             shrinks.append(event)
         if event["event"] in _ENDS and is_of_training:

@@ -2,6 +2,7 @@
  * Must not know the library's inside: public headers only. */
 #include <getopt.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,9 +49,9 @@ static const char help[] =
     "         rebatch run --limit 12GiB --record x.trace -- python3 train.py\n"
     "Without this command, set the variables of docs/run.md.\n"
     "exit status: that of PROGRAM; a signal that ends PROGRAM also ends this command;\n"
-    "1 PROGRAM never called rebatch_step() and allocated no CUDA memory, 2 wrong usage,\n"
-    "126 PROGRAM is not executable, 127 PROGRAM does not exist. With --check: 0 no mistakes,\n"
-    "3 nothing fits, 4 mistakes\n";
+    "1 PROGRAM never called rebatch_step() and allocated no CUDA memory, or --oom or\n"
+    "--oom-chance failed no request, 2 wrong usage, 126 PROGRAM is not executable,\n"
+    "127 PROGRAM does not exist. With --check: 0 no mistakes, 3 nothing fits, 4 mistakes\n";
 
 int rbi_run_help(int count, char **arguments)
 {
@@ -234,6 +235,22 @@ static void explain_end(const char *program, int status, const struct summaries 
                 check && check[0] == '1' ? "step, which was being checked" : "step");
 }
 
+/* 0 is the same as an unset variable. */
+static bool is_asked(const char *variable)
+{
+    const char *const value = getenv(variable);
+    return value && strtod(value, NULL) > 0;
+}
+
+/* Whether requests were to fail, and none did. Each sentence begins with how many failed. */
+static bool has_failed_nothing(const struct summaries *summaries)
+{
+    uint64_t failed = 0;
+    for (size_t i = 0; i < summaries->count; i++)
+        failed += strtoull(summaries->last[i].text, NULL, 10);
+    return failed == 0 && (is_asked("REBATCH_RUN_OOM") || is_asked("REBATCH_RUN_OOM_CHANCE"));
+}
+
 /* A trace is made with the first allocation. */
 static void explain_record(void)
 {
@@ -287,6 +304,14 @@ int rbi_run_main(int count, char **arguments)
         explain_silence(program[0], end.status, has_library);
         if (end.status == 0)
             return RBI_EXIT_FAILED;
+    }
+    if (end.status == 0 && has_failed_nothing(&summaries)) {
+        fprintf(stderr,
+                "rebatch: %.200s ended before a request failed, so nothing was tested: expected a "
+                "smaller --oom, a larger --oom-chance, or a program that allocates from rebatch's "
+                "pool or by CUDA, as PyTorch on a CPU does not\n",
+                program[0]);
+        return RBI_EXIT_FAILED;
     }
     return end_as(end.status);
 }

@@ -24,7 +24,7 @@ const char *rbi_callback_name(enum rbi_callback which)
                                                      [RBI_OPTIMIZER] = "optimizer_step",
                                                      [RBI_LIGHTEN] = "lighten",
                                                      [RBI_RESIZE] = "resize",
-                                                     [RBI_MAP] = "rebatch_map",
+                                                     [RBI_MAP] = "map",
                                                      [RBI_REDUCE] = "reduce"};
     rbi_assert(which < RBI_CALLBACKS);
     return names[which];
@@ -58,6 +58,8 @@ static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status s
     rbi_text_add(&t, " %s ", verb);
     add_status(&t, result);
     rbi_text_add(&t, "%s", more);
+    if (rb->group.explained[0])
+        rbi_text_add(&t, ": %s", rb->group.explained);
     if (within[0])
         rbi_text_add(&t, "; the last failure within it: %s", within);
     (void)rbi_error(status, "%s", text);

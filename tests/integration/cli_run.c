@@ -105,7 +105,9 @@ Test(cli_run, a_failure_that_is_not_survived)
 Test(cli_run, a_request_that_never_comes)
 {
     struct run r = run("--oom 1000000", cli_minimal, "");
-    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_assert_eq(r.code, 1, "%s", r.error);
+    cr_expect(strstr(r.error, " ended before a request failed, so nothing was tested: expected "),
+              "%s", r.error);
     cr_expect_eq(count(&r, " failures injected, 0 survived (callbacks made "), 0);
     cr_expect_gt(count(&r, " requests)"), 7);
     done(&r);

@@ -81,7 +81,7 @@ Test(ranks_fail, a_callback_can_say_why)
     ranks.rank[1].inside_user = why;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 1 ended step 0: ValueError: no label");
-    assert_ends(&ranks.rank[1], RANK_STATUS, "returned 1009");
+    assert_ends(&ranks.rank[1], RANK_STATUS, "returned 1009: ValueError: no label");
     assert_goes_on(&ranks, 0);
     ranks_close(&ranks);
 }

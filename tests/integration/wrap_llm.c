@@ -52,8 +52,9 @@ Test(wrap_llm, little_memory_changes_no_bit_of_the_wrapped_program)
         cr_expect_eq(wrapped.code, 0, "%s: %s", models[i], wrapped.error);
         cr_expect_str_eq(weights(&wrapped), weights(&before), "%s", models[i]);
         cr_expect(strstr(wrapped.error, "micro-batch 256 -> 128"), "%s", wrapped.error);
-        cr_expect(strstr(wrapped.error, "out of memory in r"), "no map or resize: %s",
-                  wrapped.error);
+        cr_expect(strstr(wrapped.error, "out of memory in map") ||
+                      strstr(wrapped.error, "out of memory in resize"),
+                  "%s", wrapped.error);
         done(&before);
         done(&little);
         done(&wrapped);
@@ -83,7 +84,9 @@ Test(wrap_llm, a_request_that_fails_changes_no_bit)
             struct run r = run_with("DRIVER_BYTES=67108864", options, models[i], arguments[i]);
             cr_expect_str_eq(weights(&r), weights(&before), "%s %s: %s", models[i], options,
                              r.error);
-            cr_expect_eq(r.code, 0, "%s %s: %s", models[i], options, r.error);
+            const bool is_beyond = strstr(r.error, "ended before a request failed") != NULL;
+            cr_expect_eq(r.code, is_beyond, "%s %s: %s", models[i], options, r.error);
+            cr_expect(nth > 1 || !is_beyond, "%s: no request", models[i]);
             done(&r);
         }
         done(&before);

@@ -419,3 +419,12 @@ def test_the_rounding_of_a_difference_in_16_bits_is_no_mistake():
             warnings.simplefilter("error")
             for _ in range(4):
                 step((x, x))
+
+
+def test_a_probe_of_a_program_without_a_pool_says_what_it_needs():
+    ended = run_program("mean", "0", env={"REBATCH_PROBE_ONLY": "1"})
+    assert ended.returncode == 1 and ended.stdout == "before\n"
+    assert ended.stderr == (
+        "rebatch: a probe goes by the allocations of rebatch's pool: call rebatch.install() first, "
+        "or use Step(learn=True)\n"
+    )

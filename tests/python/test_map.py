@@ -58,8 +58,24 @@ def test_no_gradient_is_recorded():
 
 
 def test_one_sample_that_does_not_fit_is_the_end():
-    with pytest.raises(rebatch.Exhausted, match="rebatch_map"):
+    with pytest.raises(rebatch.Exhausted, match="out of memory in map of 1 sample"):
         rebatch.map(Limited(0), X)
+
+
+@pytest.mark.parametrize("call", ("map", "evaluate"))
+def test_one_within_another_is_refused_by_the_names_that_users_call(call):
+    model = torch.nn.Linear(8, 1)
+    batch = torch.randn(16, 8)
+
+    def loss_fn(model, samples):
+        step.evaluate(samples)
+
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    with pytest.raises(rebatch.Error, match=r"^rebatch.map\(\) or step.evaluate\(\) was called"):
+        if call == "map":
+            rebatch.map(lambda x: rebatch.map(model, x), batch)
+        else:
+            step(batch)
 
 
 def test_an_exception_comes_out():

@@ -6,7 +6,9 @@ import weakref
 import pytest
 import torch
 
+import rebatch.torch as rebatch
 from rebatch.torch import _oom, is_oom
+from models import Unseen, make, out_of_memory, regression_loss, same_bits, state_of
 
 OOMS = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."),
@@ -139,3 +141,47 @@ def test_what_an_exception_holds_is_let_go():
         assert alive[0]() is None
     finally:
         gc.enable()
+
+
+# ---- what runs before the micro-batches ----
+
+
+@pytest.mark.parametrize("name", ("normalizer", "length", "slice", "cost"))
+@pytest.mark.parametrize("times", (1, 2))
+def test_an_oom_in_a_function_of_the_batch_is_tried_again(name, times):
+    """One that cuts is tried with fewer samples."""
+    model, batch, _ = make("mlp")
+    left = Unseen(0)
+
+    def failing(function):
+        def call(*arguments):
+            if left[0]:
+                left[0] -= 1
+                out_of_memory(None)
+            return function(*arguments)
+
+        return call
+
+    functions = {
+        "normalizer": lambda batch: len(batch[0]),
+        "length": lambda batch: len(batch[0]),
+        "slice": lambda batch, first, count: tuple(t[first : first + count] for t in batch),
+        "cost": lambda batch, first, count: count,
+    }
+    step = rebatch.Step(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        lambda model, samples: regression_loss(model, samples) * len(samples[0]),
+        log_level="quiet",
+        **{**functions, name: failing(functions[name])},
+    )
+    step(batch)
+    before = state_of(model)
+    left[0] = times
+    if times == 1 or name == "slice":
+        assert step(batch).isfinite()
+        return
+    with pytest.raises(rebatch.Exhausted, match=f"out of memory in {name}, and once more after"):
+        step(batch)
+    assert same_bits(before, state_of(model))
+    assert step(batch).isfinite()

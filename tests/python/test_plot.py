@@ -219,7 +219,7 @@ def test_sizes_and_ooms_of_a_step(tmp_path):
 
 
 def test_ooms_of_an_evaluation_are_left_out(tmp_path):
-    path = log_of(tmp_path, shrink(0, 32, 16, "rebatch_map"), event("step", 0, 32))
+    path = log_of(tmp_path, shrink(0, 32, 16, "map"), event("step", 0, 32))
     assert read(path) == [Point(0, 32, 32, 32)]
 
 

@@ -170,6 +170,32 @@ def test_buffers_and_generators_are_put_back():
     assert draws[0] == draws[1]
 
 
+@pytest.mark.parametrize("largest, groups", ((4, 2), (0, 1)))
+def test_a_group_that_a_failed_attempt_added_to_the_optimizer_is_gone(largest, groups):
+    """A head that forward() makes for a new task."""
+    model, batch, _ = make("mlp")
+    optimizer = torch.optim.Adam(model.body.parameters())
+
+    def loss_fn(model, samples):
+        if not hasattr(model, "head"):
+            model.head = torch.nn.Linear(8, 1)
+            optimizer.add_param_group(dict(params=list(model.head.parameters())))
+        loss = (model(samples[0]) + model.head(samples[0])[:, 0] - samples[1]).square().mean()
+        if len(samples[0]) > largest:
+            out_of_memory(None)
+        return loss
+
+    step = rebatch.Step(model, optimizer, loss_fn, log_level="quiet", growth=False)
+    try:
+        step(batch)
+    except rebatch.Exhausted:
+        assert largest == 0
+    assert len(optimizer.param_groups) == groups
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(model.parameters())
+    )
+
+
 def test_a_failed_step_leaves_parameters_buffers_and_generators_as_they_were():
     model, batch, loss_fn = make("conv")
     step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")
@@ -383,7 +409,7 @@ def test_with_a_normalizer_the_gradient_does_not_depend_on_the_cut():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
 
 
-def train_scaled(limited, clip=None, fail_at=0):
+def train_scaled(limited, clip=None, fail_at=0, fail_in=1):
     model, batch, loss_fn = make("mlp")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -400,7 +426,7 @@ def train_scaled(limited, clip=None, fail_at=0):
     )
     torch.manual_seed(1)
     for i in range(4):
-        with FailAt(fail_at if i == 1 else 0):
+        with FailAt(fail_at if i == fail_in else 0):
             step(batch)
     return state_of(model), scaler.get_scale()
 
@@ -425,6 +451,13 @@ def test_a_scaler_survives_an_oom_at_every_operation():
         assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(state, expected))
         assert scale == 4096.0
     assert survived > 30
+
+
+def test_a_scaler_survives_an_oom_in_each_operation_of_its_first_micro_batch():
+    """Also in the second of the tensors that its first scale() makes."""
+    for n in range(1, 40):
+        _, scale = train_scaled(None, 0.1, fail_at=n, fail_in=0)
+        assert scale == 4096.0
 
 
 def test_several_optimizers_and_schedulers_step_once_a_batch():
@@ -659,6 +692,18 @@ def test_it_grows_again():
 
 
 # ---- reports and events ----
+
+
+@pytest.mark.parametrize(
+    "samples, micro, text",
+    ((16, 8, "2 x 8 samples"), (16, 15, "15 + 1 samples"), (16, 7, "3 x up to 7 of 16 samples")),
+)
+def test_the_report_says_how_many_samples_each_micro_batch_has(samples, micro, text):
+    model, batch, loss_fn = make("mlp", samples)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, loss_fn, micro_start=micro)
+    step(batch)
+    assert str(step.report) == f"step 0: {text}"
 
 
 def test_the_report_is_plain_numbers():

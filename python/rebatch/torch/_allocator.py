@@ -15,6 +15,8 @@ import torch
 from .. import _library
 from . import _front, _phases
 
+from rebatch.torch._own import user_stacklevel
+
 _front_library: Any = None  # once installed
 _Size = Union[int, str, None]
 _Device = Union[torch.device, int, str, None]  # as PyTorch names it
@@ -69,7 +71,9 @@ def install(
             _change(_front_library, given)
             return
         if not torch.cuda.is_available():
-            warnings.warn("rebatch: there is no GPU, so install() has no effect", stacklevel=2)
+            warnings.warn(
+                "rebatch: there is no GPU, so install() has no effect", stacklevel=user_stacklevel()
+            )
             return
         _front_library = _load_front(first)
         _options.update(given)
@@ -188,10 +192,13 @@ def pool(device: _Device = None) -> int:
     """The handle of the rebatch_pool of a GPU, for the functions of the C library.
 
     The pool is made if need be, and lives as long as the process. device: as PyTorch names it;
-    None: the current one. Raises RuntimeError before install(), and Error when there is no pool.
+    None: the current one. Raises RuntimeError before install() and without a GPU, and Error when
+    there is no pool.
     """
     if _front_library is None:
-        raise RuntimeError("rebatch: call rebatch.torch.install() first")
+        if not torch.cuda.is_available():
+            raise RuntimeError("rebatch: there is no GPU, so there is no pool")
+        raise RuntimeError("rebatch: there is no pool yet: call rebatch.torch.install() first")
     torch.cuda.init()
     handle = ctypes.c_void_p()
     index = torch.cuda._utils._get_device_index(device, optional=True)

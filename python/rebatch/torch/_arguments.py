@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
+from rebatch.torch._mistakes import check_loss_fn
 from rebatch.torch._program import Program, listed
 from rebatch.torch._session import check_names, session_options
 from rebatch.torch._state import Generators
@@ -30,6 +31,7 @@ def check_arguments(program: Program) -> None:
     for name, value in given:
         if not callable(value):
             raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
+    check_loss_fn(program.loss_fn)
     autocast = program.autocast
     is_context = isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
     if not (autocast is None or is_context):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
 from collections.abc import Mapping
 from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
 
@@ -12,6 +13,11 @@ import torch
 # Up to _FIELDS tensors of one form in a list are fields, as torch's DataLoader makes them.
 _FIELDS = 4
 _ONE_A_SAMPLE = "slice=lambda batch, first, count: batch[first : first + count] and length=len"
+
+# A batch may be an object of any class: its attributes are looked into, so many objects deep, where
+# they are containers of so many entries at the most.
+_OBJECTS, _LOOKED_INTO = 3, 1024
+_NO_BATCHES = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 _PLAIN = frozenset((torch.Tensor,))
@@ -67,19 +73,25 @@ def _is_of_samples(values: Any) -> bool:
     return is_plain and len(values) > 0 and len({_form(v) for v in values}) == 1
 
 
-def batch_tensors(value: Any, name: str = "batch") -> Iterator[Tuple[str, torch.Tensor]]:
+def batch_tensors(
+    value: Any, name: str = "batch", objects: int = _OBJECTS
+) -> Iterator[Tuple[str, torch.Tensor]]:
     """The tensors of a batch, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from batch_tensors(part, f"{name}[{key!r}]")
+            yield from batch_tensors(part, f"{name}[{key!r}]", objects)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from batch_tensors(getattr(value, field.name), f"{name}.{field.name}")
+            yield from batch_tensors(getattr(value, field.name), f"{name}.{field.name}", objects)
     elif isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
-            yield from batch_tensors(part, f"{name}[{i}]")
+            yield from batch_tensors(part, f"{name}[{i}]", objects)
+    elif objects and hasattr(value, "__dict__") and not isinstance(value, _NO_BATCHES):
+        for key, part in list(vars(value).items()):
+            if not isinstance(part, (list, dict, tuple)) or len(part) <= _LOOKED_INTO:
+                yield from batch_tensors(part, f"{name}.{key}", objects - 1)
 
 
 # How the lists of tensors in a batch are read: each has a field of the batch in an entry, or a

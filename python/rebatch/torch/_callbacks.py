@@ -13,10 +13,11 @@ from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
-from rebatch.torch._host import joined_where_it_fits
+from rebatch.torch._host import joined_where_it_fits, once_more
+from rebatch.torch._mistakes import hooked, refuse_stepped
 from rebatch.torch._oom import is_oom
 from rebatch.torch._outputs import joined, kept
-from rebatch.torch._program import Running
+from rebatch.torch._program import Running, listed
 from rebatch.torch._rungs import Rungs
 from rebatch.torch._session import Ended, Session
 from rebatch.torch._state import Generators, cuda_devices_of
@@ -43,6 +44,7 @@ class Callbacks:
         self._session: Optional[Session] = None
         self._own_accumulators = Accumulators()  # of a rank that trains alone
         self._trained: List[torch.nn.Parameter] = []  # in this batch
+        self._hooked: List[torch.nn.Parameter] = []  # of these, with hooks of the backward pass
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
@@ -81,7 +83,7 @@ class Callbacks:
         running, program = self._running, self._running.program
         tensors = program.update.parameters + list(program.modules.buffers())
         running.generators = Generators(cuda_devices_of(tensors), program.generators)
-        return [running.told, running.generators, running.undo]
+        return [running.told, running.generators, self._update, running.undo]
 
     @property
     def accumulators(self) -> Accumulators:
@@ -101,10 +103,10 @@ class Callbacks:
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """A batch runs from now on: it is checked, and what it may change is looked for."""
         running = self._running
-        running.begin(batch)
+        once_more("length", running.begin, batch)
         self._accumulated, self.is_applied = 0, False
         running.loss = None
-        running.weigh()
+        once_more("normalizer", running.weigh)
         undo = running.undo
         undo.begin(batch, is_training)
         self._trained, self._kept = self._update.with_gradients(undo.tree.entries())
@@ -161,7 +163,7 @@ class Callbacks:
         cost = self._running.program.cost
         assert cost is not None  # else C has no function to call
         try:
-            return max(0, int(cost(self._running.batch, first, count)))
+            return max(0, int(once_more("cost", cost, self._running.batch, first, count)))
         except BaseException as error:
             self.session.keep_error(error)
             return 0
@@ -186,7 +188,7 @@ class Callbacks:
     def _begin_cut(self, is_cut: bool) -> None:
         """The gradients and losses of this batch are accumulated."""
         is_apart = is_cut and self._running.program.is_fresh
-        self._is_whole = False
+        self._is_whole, self._hooked = False, hooked(self._trained)
         self.accumulators.begin_batch(self._trained, is_apart and self.session.is_pooled)
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
@@ -202,7 +204,6 @@ class Callbacks:
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         running = self._running
         is_last = first + count == running.samples
-        running.undo.is_cut = count < running.samples
         if self._is_whole and count < running.samples:  # the whole batch did not fit
             self._begin_cut(True)
         # Without other ranks a sum of losses would be one more small block in the last pass.
@@ -242,15 +243,18 @@ class Callbacks:
         try:
             if running.loss is None and not is_whole:
                 running.loss = self._zero_loss()
-            loss, extras = running.weighted_loss(first, count)
+            loss, extras = running.weighted_loss(first, count, self._looked_at(first))
             if running.loss is not None and loss.dtype == torch.float64 != running.loss.dtype:
                 self._loss_dtype, running.loss = loss.dtype, running.loss.double()
             if not (is_apart or is_whole):
                 lib.rebatch_mutating(self.session.rb)
                 self.accumulators.expose(is_added_to=True)
             total = running.loss + loss.detach().to(running.loss.device) if is_launching else None
+            noted = [(p, p._version) for p in self._hooked] if count < running.samples else []
             with _nothing if total is None else self.accumulators.launching(total):
                 self._update.backward(loss)
+            if noted:
+                refuse_stepped(listed(running.program.model), noted)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException:
             loss = None
@@ -275,6 +279,12 @@ class Callbacks:
         if loss.dtype == torch.float64:
             self._loss_dtype = loss.dtype
         return self._loss_dtype
+
+    def _looked_at(self, first: int) -> List[torch.nn.Parameter]:
+        """Parameters to which loss_fn must give no gradient: not those in no optimizer of the Step,
+        which may be another's that loss_fn steps. All are looked at once in a batch."""
+        own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
+        return own[:1] if first else own
 
     def _put_back(self) -> None:
         """The gradients and the modules of a micro-batch that is not accumulated."""

@@ -10,6 +10,7 @@ import torch
 
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._outputs import Sum
+from rebatch.torch._own import user_stacklevel
 from rebatch.torch._session import Exhausted
 
 _Devices = Dict[tuple[Any, ...], torch.device]  # of the tensors of a part, by their places in it
@@ -66,7 +67,7 @@ def _back(joined: Any, devices: _Devices) -> Any:
             f"rebatch: results of {sum(t.nbytes for t in left) / (1 << 20):.1f} MiB in all do not "
             "fit on their device as a whole, so they are in host memory",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
     return moved
 
@@ -74,6 +75,28 @@ def _back(joined: Any, devices: _Devices) -> Any:
 def _release() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def once_more(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), which runs before any micro-batch. Where that runs out of memory,
+    cached memory is given back, and it runs once more.
+
+    Raises Exhausted."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        let_go(error)
+    result: List[Any] = []
+    _release()
+    text = _oom_of(lambda: function(*arguments), result)
+    if text:
+        raise Exhausted(
+            f"out of memory in {name}, and once more after cached memory was given back, where a "
+            f"smaller micro-batch does not help: expected a {name} that needs less memory\n{text}"
+        )
+    return result[0]
 
 
 def joined_where_it_fits(join: Callable[[], Any], parts: List[Any]) -> Any:

@@ -1,5 +1,6 @@
-"""The check that runs instead of the training: whoever starts the program asks for it with
-REBATCH_CHECK=1, or with `rebatch run --check`. Must not know how a step is checked."""
+"""The check, or the probe, that runs instead of the training: whoever starts the program asks for
+it with REBATCH_CHECK=1 or `rebatch run --check`, and with REBATCH_PROBE_ONLY=1 or `rebatch probe`.
+Must not know how a step is checked or probed."""
 
 from __future__ import annotations
 
@@ -31,6 +32,17 @@ def check_if_asked(training: Training, batch: Any) -> None:
         traceback.print_exc()
         _end(_NOTHING_FITS if is_oom(error) else _FAILED, f"rebatch: {error}\n", "", command)
     _end(_CLEAN if found else _MISTAKES, "", f"{found}\n", command)
+
+
+def probe_if_asked(training: Training, batch: Any) -> None:
+    """The same for a probe. The library says what was found, and ends the process."""
+    if os.environ.get("REBATCH_PROBE_ONLY", "0") == "0":
+        return
+    command = os.environ.get("REBATCH_REPORT_FD", "")
+    try:
+        training.probe(batch)
+    except Exception as error:  # before the library's part
+        _end(_FAILED, f"{error}\n", "", command)
 
 
 def _end(code: int, complaint: str, text: str, command: str) -> None:

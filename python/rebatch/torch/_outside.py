@@ -8,6 +8,8 @@ from typing import Any, Callable, MutableMapping, Optional
 
 import torch
 
+from rebatch.torch._own import user_stacklevel
+
 
 def _first_gradient(optimizer: Any) -> Optional[torch.Tensor]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -43,7 +45,7 @@ class _Watch:
                 "has applied already, so this update happens twice: expected step(batch) alone, "
                 "which steps the optimizer",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=user_stacklevel(),
             )
 
 
@@ -99,5 +101,5 @@ def warn_of_scheduler(scheduler: Any) -> None:
         "has it as lr_scheduler, so the learning rate moves twice for one update: expected "
         "step(batch) alone, which steps the scheduler",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )

@@ -1,4 +1,4 @@
-"""What is the program's own, and what of an installed package."""
+"""What is the program's own, and what of an installed package; and where a warning points."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ import torch
 _OTHERS = frozenset(
     (*sys.builtin_module_names, *sys.stdlib_module_names, "torch", "numpy", "rebatch")
 ) - {"__main__"}
+# Packages that call this one.
+_CALLERS = (
+    "rebatch",
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "accelerate",
+    "contextlib",
+)
 
 
 @functools.lru_cache(maxsize=None)
@@ -44,14 +54,9 @@ def is_object(value: Any) -> bool:
     return _are_objects[type(value)]
 
 
-# Packages whose frames are none of the user's.
-_CALLERS = ("rebatch", "torch", "lightning", "pytorch_lightning", "transformers", "contextlib")
-
-
 def user_stacklevel() -> int:
-    """The stacklevel, for warn() in the function that calls this, of the first frame outside of
-    this package and of trainers."""
+    """The stacklevel, for warn() in the function that calls this, of the program's own line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__", "")).startswith(_CALLERS):
+    while frame.f_back and str(frame.f_globals.get("__name__", "")).split(".")[0] in _CALLERS:
         level, frame = level + 1, frame.f_back
     return level

@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 
 from rebatch._library import Event
 from rebatch.torch import _allocator
 from rebatch.torch._batch import Cut
+from rebatch.torch._mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch._outputs import split_result
 from rebatch.torch._state import Generators
 from rebatch.torch._told import Told
@@ -122,6 +123,7 @@ class Running:
         # The same of all ranks, and their samples.
         self.divisor: Any = None
         self.total = 0
+        self._is_first_loss = True
         self.loss: Optional[torch.Tensor] = None  # so far; None: there was no memory for it
 
     def begin(self, batch: Any) -> None:
@@ -153,13 +155,20 @@ class Running:
         sizes = {size for size in listed if smallest <= size <= largest and size % multiple == 0}
         return sorted(sizes, reverse=True) or [samples]
 
-    def weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
-        """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
+    def weighted_loss(
+        self, first: int, count: int, trained: Sequence[torch.nn.Parameter] = ()
+    ) -> Tuple[torch.Tensor, Any]:
+        """The loss, weighted by its part of the batch, and what loss_fn returned beside it. It
+        gives no gradient to `trained`, which have none."""
         program = self.program
         samples = self.part(first, count)
         with _allocator.tag("forward"):
             loss, extras = program.loss_of(samples)
+        refuse_gradients(program.loss_name, listed(program.model), trained)
         self._check(loss)
+        if self._is_first_loss:
+            refuse_scaled(program.loss_name, loss)
+            self._is_first_loss = False
         if program.normalizer:
             return loss / self.divisor, extras
         return (loss if count == self.total else loss * (count / self.total)), extras

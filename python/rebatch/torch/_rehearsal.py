@@ -204,7 +204,7 @@ class Rehearsal:
     def _run_part(self, first: int, count: int) -> float:
         for p in self.parameters:
             p.grad = None
-        loss, _ = self._running.weighted_loss(first, count)
+        loss, _ = self._running.weighted_loss(first, count, self.parameters)
         loss.backward()
         return float(loss.detach())
 

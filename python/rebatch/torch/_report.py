@@ -29,8 +29,15 @@ class MapReport:
         values = dataclasses.asdict(self).items()
         return {prefix + name: float(v) for name, v in values if not isinstance(v, tuple)}
 
+    def _sizes(self) -> str:
+        if self.micro == 0 or self.microbatches * self.micro == self.samples:
+            return f"{self.microbatches} x {self.micro}"
+        if self.microbatches == 2:
+            return f"{self.micro} + {self.samples - self.micro}"
+        return f"{self.microbatches} x up to {self.micro} of {self.samples}"
+
     def __str__(self) -> str:
-        text = f"{self.microbatches} x {self.micro} samples"
+        text = f"{self._sizes()} samples"
         if self.ooms:
             text += f", {self.ooms} OOM{'s' * (self.ooms > 1)} ({self.redone_samples} samples "
             text += f"again, {self.lost_ms:.0f} ms)"

@@ -22,6 +22,7 @@ from rebatch._library import lib
 from rebatch.torch import _allocator, _interrupts, _phases
 from rebatch.torch._meter import NativeMeter, UnknownMeter
 from rebatch.torch._oom import asked_bytes, is_oom, let_go, raised_by_program
+from rebatch.torch._own import user_stacklevel
 from rebatch.torch._weak import weakly
 
 # A thread of autograd may hold an attempt's last tensors for so long after the exception is out.
@@ -260,8 +261,9 @@ class Session:
             try:
                 getattr(guard, action)(point)
             except BaseException as error:
-                if self.error is not None and isinstance(error, c.Error):
-                    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+                is_new = self.error is not None and str(error) != str(self.error)
+                if is_new and isinstance(error, c.Error):
+                    warnings.warn(str(error), RuntimeWarning, stacklevel=user_stacklevel())
                 self.keep_error(error)
                 status = c.Status.E_USER
         return status

@@ -41,7 +41,9 @@ from rebatch.torch._callbacks import Callbacks
 from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
-from rebatch.torch._only_check import check_if_asked
+from rebatch.torch._only_check import check_if_asked, probe_if_asked
+from rebatch.torch._probe import Probe, run_probe
+from rebatch.torch._own import user_stacklevel
 from rebatch.torch._program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch._report import Report, point_of, report_of
 from rebatch.torch._session import Session, session_options, why_of
@@ -159,6 +161,7 @@ class Training:
         refuse_update_in_loss_fn()
         if not self.report.samples:  # the first batch
             check_if_asked(self, batch)
+            probe_if_asked(self, batch)
         return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
@@ -180,7 +183,7 @@ class Training:
             f"rebatch: {who} has no memory for the whole parameters of fully_shard(): from now "
             "on micro-batches gather them, on all ranks, and have the same sizes on all",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=user_stacklevel(),
         )
 
     def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
@@ -237,7 +240,14 @@ class Training:
         self.number += 1
         self.program.update.done()
 
-    # ---- a check ----
+    # ---- a probe, a check ----
+
+    def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
+        """Step.probe(), without the table."""
+        self.open()
+        with self.gathered(PROBES), self.holding(batch) as session, self.quiet():
+            reserve = reserve_bytes + self.program.update.first_bytes()
+            return run_probe(session, self.callbacks.ops, self.running.samples, reserve)
 
     def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
         """Step.check()."""

@@ -206,7 +206,6 @@ class Undo:
         self._given: Any = ()
         self._batch: List[Tuple[str, torch.Tensor]] = []
         self._is_training = True
-        self.is_cut = False  # the micro-batch that runs is not the whole batch
         # What was seen to change: in place, in the batch, and entries that are others.
         self._known: Dict[tuple[Any, ...], Place] = {}
         self._known_in_batch: Set[str] = set()
@@ -386,7 +385,6 @@ class Undo:
         if look and (changed or watched):
             self._know_all(look, watched)
             names = self._know_all(look, changed)
-            self._refuse_hooks(names, changed)
             self._tell(names, {id(t) for t in lost})
 
     def _put_back_first(self, point: int, changed: List[torch.Tensor]) -> List[torch.Tensor]:
@@ -435,8 +433,6 @@ class Undo:
         known = self._copies[GuardPoint.ATTEMPT].has()
         if any(id(t) not in known for t in changed):
             names = self._know_all(before, changed)
-            if self.is_cut:
-                self._refuse_hooks(names, changed)
             if was_suspect:
                 lost = before.unmarked(now) if self._was_seen else changed
                 self._tell(names, {id(t) for t in lost} - known)
@@ -478,19 +474,6 @@ class Undo:
             f"copy of what was there before: loss_fn must not change them, or {advice}",
             c.Status.E_STATE,
         )
-
-    def _refuse_hooks(self, names: Dict[str, int], changed: List[torch.Tensor]) -> None:
-        hooked = {id(t) for t in changed if _has_hook(t)}
-        mine = [name for name, of in names.items() if of in hooked and name not in self._told]
-        if mine:
-            self._told.update(mine)
-            raise NotPutBackError(
-                f"rebatch: {_listed(mine)} changed within a backward pass, and each has a hook of "
-                "register_post_accumulate_grad_hook(): an optimizer that steps there steps once a "
-                "micro-batch, and its state cannot be put back: expected the optimizer to be given "
-                "to the Step, which steps it once a batch",
-                c.Status.E_STATE,
-            )
 
     def _warn_of_large(self, held: Held) -> None:
         if not held.has_large:

@@ -210,6 +210,7 @@ class Update:
         if clip is not None:
             check_above_zero("clip", clip, "a norm")
         self.scaler, self.clip = scaler, clip
+        self._group_counts: Dict[int, List[int]] = {}  # of the optimizers, at the points of guards
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
@@ -217,6 +218,18 @@ class Update:
         self._with_gradients: Tuple[List[Any], List[Any]] = ([], [])
         # In place of the GradScaler's own way, which makes collectives of its own for DTensors.
         self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
+
+    def save(self, point: int) -> None:
+        """Before an attempt."""
+        self._group_counts[point] = [len(o.param_groups) for o in self.optimizers]
+
+    def succeeded(self) -> None:
+        """Groups that an attempt has added stay."""
+
+    def restore(self, point: int) -> None:
+        """After one that failed: groups that it added are gone."""
+        for optimizer, count in zip(self.optimizers, self._group_counts[point]):
+            del optimizer.param_groups[count:]
 
     @property
     def reads_gradients(self) -> bool:
@@ -259,7 +272,13 @@ class Update:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's loss to .grad."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is None:
+            loss.backward()
+            return
+        # The first scale() makes two tensors: after an OOM in the second one it makes both again.
+        if getattr(self.scaler, "_growth_tracker", self) is None:
+            self.scaler._scale = None
+        self.scaler.scale(loss).backward()
 
     def finish_gradients(self) -> None:
         """When the last micro-batch is accumulated: unscale and clip. This changes gradients, so an

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
+from rebatch.torch._own import user_stacklevel
+
 _MIB = 1 << 20
 _CAP_BYTES = 25 * _MIB  # of a bucket, as DistributedDataParallel has it
 _FIRST_CAP_BYTES = _MIB  # of the first bucket: the reduction begins early
@@ -112,7 +114,7 @@ def warn_if_alone(modules: torch.nn.Module) -> None:
         "module, so this Step trains on this rank alone: pass group=True to train with all ranks, "
         "or group=False where that is meant",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -23,10 +23,11 @@ from rebatch import plot as _plot
 from rebatch.torch._findings import Check
 from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._map import run_map
+from rebatch.torch._mistakes import check_loss_fn
 from rebatch.torch._outputs import joined, kept
-from rebatch.torch._probe import Probe, run_probe
+from rebatch.torch._probe import Probe
 from rebatch.torch._report import MapReport, Report
-from rebatch.torch._training import EVALUATES, PROBES, training_of
+from rebatch.torch._training import EVALUATES, training_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -182,6 +183,7 @@ class Step:
 
     @loss_fn.setter
     def loss_fn(self, function: Callable[[Any, Any], Any]) -> None:
+        check_loss_fn(function)
         self._training.program.loss_fn = function
 
     @property
@@ -222,13 +224,7 @@ class Step:
         Needs install(). The next step starts with the size that was found. `reserve_bytes` is what
         is allocated later; what the optimizer keeps from its first step on is counted already."""
         self._refuse_alone("probe")
-        training = self._training
-        training.open()
-        with training.gathered(PROBES), training.holding(batch) as session:
-            reserve = reserve_bytes + training.program.update.first_bytes()
-            ops, samples = training.callbacks.ops, training.running.samples
-            with training.quiet():
-                found = run_probe(session, ops, samples, reserve)
+        found = self._training.probe(batch, reserve_bytes)
         print(found)
         return found
 

@@ -411,3 +411,25 @@ def test_a_prebuilt_library_that_cannot_be_loaded_is_compiled_instead(wheel):
     refused, compiling = result.stderr.splitlines()
     assert f"{wheel.prebuilt} cannot be loaded" in refused
     assert "compiling the allocator" in compiling
+
+
+# ---- rebatch probe ----
+
+PROBED = """
+from rebatch.torch import Step
+rebatch.install()
+model = torch.nn.Linear(8, 1).cuda()
+def loss_fn(model, samples):
+    return model(samples.{attribute}).mean()
+step = Step(model, torch.optim.AdamW(model.parameters()), loss_fn)
+step(torch.zeros(64, 8, device="cuda"))
+print("trained")
+"""
+
+
+def test_a_program_is_probed_as_it_is_and_ends():
+    found = run(PROBED.format(attribute="data"), REBATCH_PROBE_ONLY="1")
+    assert found.returncode == 0 and "largest micro-batch: 64, " in found.stdout, found.stderr
+    wrong = run(PROBED.format(attribute="labels"), REBATCH_PROBE_ONLY="1")
+    assert wrong.returncode == 1 and "trained" not in found.stdout + wrong.stdout
+    assert "forward_backward of sample 0 returned 1000: AttributeError: 'Tensor'" in wrong.stderr
