@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from rebatch._library import Event, EventKind, GuardPoint, LogLevel, StepReport
 from rebatch.torch._batch import batch_tensors
+from rebatch.torch._batch_norm import join_rest
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._findings import explain
 from rebatch.torch._modules_off import (
@@ -249,6 +250,8 @@ class _Comparison:
         end = first + large
         self._whole = [(first, large)]
         self._parts = [(at, min(small, end - at)) for at in range(first, end, small)]
+        if self._program.has_pairs:
+            self._parts = join_rest(self._parts)
         running.reached.save(GuardPoint.STEP)
         running.audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)

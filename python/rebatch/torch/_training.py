@@ -38,6 +38,7 @@ from rebatch.torch._arguments import (
 )
 from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
+from rebatch.torch._batch_norm import batch_norms, keep_pairs, train_any
 from rebatch.torch._callbacks import Callbacks
 from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
@@ -76,6 +77,7 @@ class Training:
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
         self.history: Deque[plot.Point] = collections.deque(maxlen=_HISTORY)
         self._micro = 0  # where a session that is opened begins; 0: where the options say
+        self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
 
     @property
     def program(self) -> Program:
@@ -93,7 +95,7 @@ class Training:
 
     def open(self) -> Session:
         """The session, opened when a batch first runs, and again when the allocator or the device
-        is another."""
+        is another, or BatchNorm trains from now on."""
         device, session = self.program.device, self.session
         is_pooled = device.type == "cuda" and _allocator.installed()
         if _allocator.installed() and device.type == "cpu":
@@ -101,7 +103,8 @@ class Training:
                 "rebatch: the model is on the CPU, and install() manages the GPU's memory: move "
                 "the model to the GPU first"
             )
-        if session and session.is_pooled == is_pooled and session.device == device:
+        is_same = session and session.is_pooled == is_pooled and session.device == device
+        if session and is_same and (self.program.keeps_pairs or not train_any(self._batch_norms)):
             return session
         if session:
             self.close()
@@ -114,6 +117,10 @@ class Training:
         given = dict(program.options)
         if self._micro:
             given.update(micro_start=self._micro, learn=False)
+        self._batch_norms = batch_norms(program.modules)
+        program.keeps_pairs |= train_any(self._batch_norms)
+        if program.keeps_pairs:
+            given = keep_pairs(given)
         options = session_options(**given)
         if self.ranks:
             self.ranks.join(options, device)
