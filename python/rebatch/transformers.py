@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import transformers
@@ -22,6 +22,8 @@ from rebatch.torch._join import join_results
 from rebatch.torch._lighten import checkpointing
 from rebatch.torch._parts import Parts
 from rebatch.torch._report import Report
+from rebatch.torch._snapshot import AllGenerators
+from rebatch.torch._state import cuda_devices_of
 from rebatch.torch._trainer_update import TrainerUpdate
 
 # Names of transformers.Trainer that are private to it and used here. No other private name is.
@@ -171,7 +173,7 @@ class _TrainingStep:
                 )
         self._trainer, self._plain, self.options = trainer, plain, dict(options)
         self._cut = cut_of(self.options)
-        self.weigher = _Weigher(trainer, self._cut)
+        self.weigher = _Weigher(trainer, self._cut, self.options.get("generators", ()))
         if "lighten" not in self.options and _can_checkpoint(trainer):
             self.options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
@@ -279,8 +281,8 @@ class _Weigher:
     """What the loss of a part is multiplied by, so that the losses of the parts add up to that of
     the batch."""
 
-    def __init__(self, trainer: Any, cut: Cut):
-        self._trainer, self._cut = trainer, cut
+    def __init__(self, trainer: Any, cut: Cut, generators: Sequence[Any]):
+        self._trainer, self._cut, self._generators = trainer, cut, generators
         self.is_divided: Optional[bool] = None  # by num_items_in_batch; not known yet
 
     def weight(self, inputs: Any, samples: int, part: Any, count: int) -> torch.Tensor:
@@ -312,18 +314,23 @@ class _Weigher:
     def _losses_of_one(
         self, model: Any, inputs: Any, samples: int, items: tuple[Any, ...]
     ) -> List[float]:
-        """The losses of the sample with the most labels, for several numbers of items."""
+        """The losses of the sample with the most labels, for several numbers of items and the same
+        random numbers."""
         labels, best = _labels(inputs), 0
         if labels is not None:
             best = int(labels.ne(-100).flatten(1).sum(1).argmax()) if labels.dim() > 1 else 0
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(model)
         model.eval()  # no dropout; each training_step begins with train()
-        losses = []
+        generators = AllGenerators(cuda_devices_of([*model.parameters()]), self._generators)
+        states, losses = generators.states(), []
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for n in items:
                 sample = trainer._prepare_inputs(self._cut.part(inputs, best, 1, samples))
-                losses.append(float(trainer.compute_loss(model, sample, num_items_in_batch=n)))
+                try:
+                    losses.append(float(trainer.compute_loss(model, sample, num_items_in_batch=n)))
+                finally:
+                    generators.put(states)
         return losses
 
 

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import random
 import warnings
 
+import numpy
 import pytest
 import torch
 
@@ -218,6 +220,44 @@ def test_a_loss_that_cannot_be_cut_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="expected half of it, or no change"):
         train(tmp_path, seeded(gpt), Added, step={"micro_start": 2})
+
+
+class Noisy(torch.nn.Module):
+    """Draws random numbers in every mode, as a diffusion model does."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.net, self.draw = torch.nn.Linear(4, 4), draw
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": (self.net(input_ids + self.draw(input_ids)) - labels).square().mean()}
+
+
+def numbers(count=4 * SAMPLES):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator)
+    return [{"input_ids": row, "labels": -row} for row in x]
+
+
+OWN = torch.Generator()
+DRAWS = {
+    "torch": torch.randn_like,
+    "numpy": lambda x: float(numpy.random.randn()),
+    "python": lambda x: random.gauss(0, 1),
+    "own": lambda x: torch.randn(x.shape, generator=OWN),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_model_that_draws_in_evaluation_trains_with_the_bits_of_a_smaller_start(tmp_path, draw):
+    states = []
+    for largest, micro in ((3, 0), (SAMPLES, 2)):
+        OWN.manual_seed(0)
+        model = fails_above(seeded(lambda: Noisy(DRAWS[draw])), largest, "forward")
+        step = {"micro_start": micro, "generators": [OWN]}
+        trainer = train(tmp_path, model, RebatchTrainer, numbers(), step=step, max_steps=3)
+        states.append(state_of(model))
+    assert same_bits(*states) and trainer.report.micro == 2
 
 
 # ---- failures ----
