@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from rebatch.torch._backward import Backward
-from rebatch.torch._batch import Cut, cut_of
+from rebatch.torch._batch import Cut, Cuts, cut_of
 from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._join import join_results
 from rebatch.torch._lighten import checkpointing
@@ -25,6 +25,7 @@ from rebatch.torch._report import Report
 from rebatch.torch._snapshot import AllGenerators
 from rebatch.torch._state import cuda_devices_of
 from rebatch.torch._trainer_update import TrainerUpdate
+from rebatch.torch._whole import CutOrWhole
 
 # Names of transformers.Trainer that are private to it and used here. No other private name is.
 PRIVATE = ("_prepare_inputs",)
@@ -172,7 +173,7 @@ class _TrainingStep:
                     "TrainingArguments"
                 )
         self._trainer, self._plain, self.options = trainer, plain, dict(options)
-        self._cut = cut_of(self.options)
+        self._cut = CutOrWhole(self.options)
         self.weigher = _Weigher(trainer, self._cut, self.options.get("generators", ()))
         if "lighten" not in self.options and _can_checkpoint(trainer):
             self.options["lighten"] = checkpointing(trainer.model)
@@ -186,7 +187,9 @@ class _TrainingStep:
             self.weigher.is_divided = None
         self._guard_update()
         self._arguments = arguments
-        return self.backward(inputs)
+        model.train()  # as training_step begins: it says what BatchNorm needs
+        with self._cut.saying_why():
+            return self.backward(inputs)
 
     def _guard_update(self) -> None:
         """The Trainer calls these after the last batch of an update."""
@@ -281,7 +284,7 @@ class _Weigher:
     """What the loss of a part is multiplied by, so that the losses of the parts add up to that of
     the batch."""
 
-    def __init__(self, trainer: Any, cut: Cut, generators: Sequence[Any]):
+    def __init__(self, trainer: Any, cut: Cuts, generators: Sequence[Any]):
         self._trainer, self._cut, self._generators = trainer, cut, generators
         self.is_divided: Optional[bool] = None  # by num_items_in_batch; not known yet
 

@@ -260,6 +260,51 @@ def test_a_model_that_draws_in_evaluation_trains_with_the_bits_of_a_smaller_star
     assert same_bits(*states) and trainer.report.micro == 2
 
 
+# ---- what a Trainer allows ----
+
+
+class PlainUnlike(transformers.Trainer):
+    """Its batches have another tensor, which has no dimension of samples."""
+
+    def get_train_dataloader(self):
+        return [{**batch, "scale": torch.ones(3)} for batch in super().get_train_dataloader()]
+
+    def compute_loss(self, model, inputs, return_outputs=False, **keywords):
+        scale = inputs.pop("scale")
+        return super().compute_loss(model, inputs, **keywords) * scale.mean()
+
+
+class Unlike(RebatchMixin, PlainUnlike):
+    pass
+
+
+def test_a_batch_that_cannot_be_cut_runs_whole(tmp_path):
+    trainer = train(tmp_path, seeded(gpt), Unlike, step={"micro_start": 2})
+    plain = train(tmp_path, seeded(gpt), PlainUnlike)
+    assert same_bits(state_of(trainer.model), state_of(plain.model))
+    model = fails_above(seeded(gpt), 3, "forward")
+    with pytest.raises(rebatch.torch.Exhausted, match="(?s)cannot be cut: .* has 3: expected one"):
+        train(tmp_path, model, Unlike)
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": (self.net(input_ids) - labels).square().mean()}
+
+
+def test_batch_norm_gets_two_samples_or_more(tmp_path):
+    """A pretrained model is in evaluation mode until its first training_step."""
+    model = fails_above(seeded(Normalized).eval(), 1, "forward")
+    with pytest.raises(rebatch.torch.Exhausted):
+        train(tmp_path, model, RebatchTrainer, numbers())
+    model = fails_above(seeded(Normalized).eval(), 3, "forward")
+    assert train(tmp_path, model, RebatchTrainer, numbers()).report.micro == 2
+
+
 # ---- failures ----
 
 

@@ -308,10 +308,12 @@ def training_of(
     group_timeout: float = 300.0,
     window: Optional[bool] = None,
     shared: Optional[Dict[str, str]] = None,
+    updates: bool = True,
     **options: Any,
 ) -> Training:
     """That of the arguments of a Step, which are checked. `shared` is what else must be the same on
-    all ranks. All ranks call this together."""
+    all ranks. Without `updates` a trainer steps the optimizer, whatever is in it. All ranks call
+    this together."""
     if gradients not in ("fresh", "inplace"):
         raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
     program = Program(
@@ -329,7 +331,8 @@ def training_of(
         options=options,
     )
     check_arguments(program)
-    check_match(program.modules, program.update, state)
+    if updates:
+        check_match(program.modules, program.update, state)
     parts = named_state(state)
     ranks = ranks_or_none(program, group, group_timeout, window, shared or {})
 
