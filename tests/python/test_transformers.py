@@ -456,6 +456,91 @@ def test_the_mixin_runs_training_step_of_another_trainer(tmp_path):
     assert sizes[:3] == [8, 4, 4] and trainer.report.micro == 4
 
 
+# ---- rows that belong together ----
+
+
+class Preference(transformers.Trainer):
+    """As trl's: the chosen rows of a batch come first, and the rejected ones behind them."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        tokens = inputs["input_ids"]
+        found = model(input_ids=tokens).logits.log_softmax(-1).gather(-1, tokens[..., None])
+        chosen, rejected = found[..., 0].sum(1).chunk(2)
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+class DPOTrainer(Preference):
+    __module__ = "trl.trainer.dpo_trainer"
+
+
+class Mine(RebatchMixin, DPOTrainer):
+    pass
+
+
+def stacked_pairs(batch, first, count):
+    pairs = len(batch["input_ids"]) // 2
+    places = [*range(first, first + count), *range(pairs + first, pairs + first + count)]
+    return {name: tensor[places] for name, tensor in batch.items()}
+
+
+def rows():
+    return [{"input_ids": d["input_ids"]} for d in sentences()]
+
+
+def test_trainers_of_pairs_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="trl's DPOTrainer.* belong together.*micro_multiple_of=2"):
+        train(tmp_path, gpt(), Mine, rows())
+
+
+def test_pairs_are_kept_together_by_slice_and_length(tmp_path):
+    by_pairs = {"slice": stacked_pairs, "length": lambda batch: len(batch["input_ids"]) // 2}
+    options = {"optim": "sgd", "remove_unused_columns": False}
+    plain = train(tmp_path, seeded(gpt, 0.0), DPOTrainer, rows(), **options)
+    model = fails_above(seeded(gpt, 0.0), 4, "forward")
+    trainer = train(tmp_path, model, Mine, rows(), step=by_pairs, **options)
+    assert trainer.report.micro == 2 and trainer.report.samples == SAMPLES // 2
+    for a, b in zip(state_of(trainer.model), state_of(plain.model)):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+class Alternating(RebatchTrainer):
+    """Chosen and rejected rows take turns, and the loss is divided by num_items_in_batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        tokens = inputs["input_ids"]
+        found = model(input_ids=tokens).logits.log_softmax(-1).gather(-1, tokens[..., None])
+        chosen, rejected = found[..., 0].sum(1).view(-1, 2).T
+        return -torch.nn.functional.logsigmoid(chosen - rejected).sum() / num_items_in_batch
+
+
+def test_pairs_side_by_side_are_kept_together_by_micro_multiple_of(tmp_path):
+    states = []
+    for largest in (SAMPLES, 3):
+        model = fails_above(seeded(gpt, 0.0), largest, "forward")
+        step = {"micro_multiple_of": 2}
+        trainer = train(tmp_path, model, Alternating, step=step, optim="sgd")
+        states.append(state_of(trainer.model))
+    assert trainer.report.micro == 2
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
+
+
+def test_rows_that_fail_alone_are_told_before_the_update(tmp_path):
+    model = fails_above(seeded(gpt), 3, "forward")
+    before = state_of(model)
+    with pytest.raises(ValueError, match="fails for one sample.*RuntimeError.*micro_multiple_of=2"):
+        train(tmp_path, model, Alternating)
+    assert same_bits(state_of(model), before)
+
+
+def test_rows_that_fail_at_a_smaller_cut_are_told(tmp_path):
+    class Own(RebatchMixin, Preference):
+        pass
+
+    model = fails_above(seeded(gpt), 4, "forward")
+    with pytest.warns(rebatch.torch.CutWarning, match="as pairs do.*micro_multiple_of"):
+        train(tmp_path, model, Own, rows(), remove_unused_columns=False)
+
+
 # ---- what is refused ----
 
 

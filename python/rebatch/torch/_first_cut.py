@@ -146,7 +146,9 @@ class FirstCut:
             if was_oom:
                 return None
             return (
-                f"the loss could not be compared at two cuts ({said}): step.check(batch) says more"
+                f"the loss could not be compared at two cuts ({said}): where samples belong "
+                "together, as pairs do, keep them so with micro_multiple_of, or slice and length; "
+                "step.check(batch) says more"
             )
 
     def _tell(self, running: Running, text: str, ran: int) -> None:
