@@ -47,6 +47,8 @@ _OF_PAIRS = (
     "RewardTrainer",
     "RLOOTrainer",
 )
+# In the states of a TrainerState.
+_STATE = "rebatch"
 # Losses whose quotient differs by less are the same, in bfloat16 too.
 _TOLERANCE = 0.02
 
@@ -80,6 +82,7 @@ class RebatchMixin(_Trainer):
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """transformers.Trainer.train()."""
+        self._rebatch.is_beginning = True
         try:
             return super().train(*arguments, **keywords)
         finally:
@@ -209,6 +212,7 @@ class _TrainingStep:
         if "lighten" not in self.options and _can_checkpoint(trainer):
             self.options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
+        self.is_beginning = True  # a training, which may have a checkpoint's state
         self._replaced: List[tuple[Any, ...]] = []  # methods of the optimizer and of accelerate
 
     def __call__(self, model: Any, inputs: Any, arguments: Dict[str, Any]) -> torch.Tensor:
@@ -216,11 +220,18 @@ class _TrainingStep:
             self.backward = self._make_backward(model)
             self._update = TrainerUpdate(self.backward)
             self.weigher.is_divided = None
+        # A Trainer writes what is here into its checkpoints, and has it again when it resumes.
+        states = getattr(self._trainer.state, "stateful_callbacks", {})
+        if self.is_beginning and _STATE in states:
+            self.backward.load_state_dict(states[_STATE])
+        self.is_beginning = False
         self._guard_update()
         self._arguments = arguments
         model.train()  # as training_step begins: it says what BatchNorm needs
         with self._cut.saying_why():
-            return self.backward(inputs)
+            loss = self.backward(inputs)
+        states[_STATE] = self.backward.state_dict()
+        return loss
 
     def _guard_update(self) -> None:
         """The Trainer calls these after the last batch of an update."""

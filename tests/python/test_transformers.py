@@ -438,6 +438,50 @@ def test_schedulers_do_not_warn_of_the_guarded_step(tmp_path):
     assert not [w for w in caught if "optimizer.step" in str(w.message)]
 
 
+# ---- checkpoints ----
+
+
+def trained_to(folder, kind, steps, resume=None):
+    """A Trainer of 8 steps that has saved a checkpoint of the fifth one. 3 of 8 samples fit."""
+    args = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=SAMPLES,
+        max_steps=steps,
+        lr_scheduler_type="constant",
+        save_steps=5,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    is_ours = issubclass(kind, RebatchMixin)
+    extra = {"rebatch": {"log_level": "quiet", "growth": False}} if is_ours else {}
+    model = fails_above(seeded(gpt), 3, "forward") if is_ours else seeded(gpt)
+    trainer = kind(model, args, train_dataset=sentences(), **extra)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_checkpoint_keeps_the_step_and_the_size(tmp_path):
+    trained_to(tmp_path, RebatchTrainer, 5)
+    path = str(tmp_path / "checkpoint-5")
+    resumed = trained_to(tmp_path, RebatchTrainer, 8, path)
+    assert resumed.report.step == 7 and logged(resumed, "rebatch/micro")[5:] == [2.0] * 3
+    assert logged(resumed, "rebatch/ooms")[5:] == [0.0] * 3
+    resumed.train(resume_from_checkpoint=path)
+    assert resumed.report.step == 7 and logged(resumed, "rebatch/ooms")[5:] == [0.0] * 3
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_resumed_and_the_other_way_round(tmp_path):
+    trained_to(tmp_path / "plain", transformers.Trainer, 5)
+    path = str(tmp_path / "plain" / "checkpoint-5")
+    assert trained_to(tmp_path, RebatchTrainer, 8, path).report.step == 2
+    trained_to(tmp_path / "ours", RebatchTrainer, 5)
+    path = str(tmp_path / "ours" / "checkpoint-5")
+    assert trained_to(tmp_path, transformers.Trainer, 8, path).state.global_step == 8
+
+
 # ---- other Trainers ----
 
 
