@@ -22,7 +22,7 @@ from rebatch.torch._backward import Backward
 from rebatch.torch._batch import cut_of
 from rebatch.torch._join import join_results
 from rebatch.torch._parts import Parts
-from rebatch.torch._report import Report
+from rebatch.torch._report import Report, numbers_of_trainer
 from rebatch.torch._trainer_update import TrainerUpdate
 from rebatch.torch._whole import CutOrWhole
 
@@ -91,9 +91,10 @@ class Rebatch(Callback):
     process. What they log and return is combined as above, and what predict_step returns is joined
     along the samples; a batch that cannot be cut, and a batch of several processes, stays whole.
 
-    Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. Fields of
-    `report` go to the Trainer's loggers as rebatch/..., with its other values and after each OOM.
-    Its checkpoints keep the micro-batch size."""
+    Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. The size of
+    the micro-batches and the OOMs of a batch go to the Trainer's loggers as rebatch/micro and
+    rebatch/ooms, with its other values and after each OOM; with log_report=True all fields of
+    `report` do. Its checkpoints keep the micro-batch size."""
 
     def __init__(self, **options: Any):
         for name in _OF_THE_TRAINER:
@@ -103,6 +104,7 @@ class Rebatch(Callback):
                     "Trainer and the LightningModule"
                 )
         self._options = options
+        self._logs_report = self._options.pop("log_report", False)
         self._step: Optional[_TrainingStep] = None
         self._evaluation: Optional[_Evaluation] = None
         self._state: Dict[str, int] = {}  # of a checkpoint
@@ -140,7 +142,8 @@ class Rebatch(Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics(
-                self.report.numbers(), step=trainer.fit_loop.epoch_loop._batches_that_stepped
+                numbers_of_trainer(self.report, self._logs_report),
+                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

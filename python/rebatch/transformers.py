@@ -8,6 +8,7 @@ In place of transformers.Trainer::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -22,7 +23,7 @@ from rebatch.torch._join import join_results
 from rebatch.torch._lighten import checkpointing
 from rebatch.torch._oom import is_oom
 from rebatch.torch._parts import Parts
-from rebatch.torch._report import Report
+from rebatch.torch._report import Report, numbers_of_trainer
 from rebatch.torch._snapshot import AllGenerators
 from rebatch.torch._state import cuda_devices_of
 from rebatch.torch._trainer_update import TrainerUpdate
@@ -102,7 +103,7 @@ class RebatchMixin(_Trainer):
 
     def log(self, logs: Dict[str, float], *arguments: Any, **keywords: Any) -> None:
         if "loss" in logs:
-            logs = {**logs, **self.report.numbers()}
+            logs = {**logs, **self._rebatch.numbers()}
         super().log(logs, *arguments, **keywords)
 
 
@@ -130,15 +131,16 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
         rebatch: arguments of rebatch.torch.Step, except those that TrainingArguments has, for
             example {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
             Step.check does: what was found is printed, and a mistake raises ValueError; {"check":
-            ["batch_norm"]} accepts mistakes of that kind
+            ["batch_norm"]} accepts mistakes of that kind. {"log_report": True} logs all fields of
+            `report` of the last batch
 
-    The other arguments are those of transformers.Trainer. The fields of `report` are logged with
-    the loss. It refuses DataParallel, FSDP, DeepSpeed, tensor and context parallelism,
-    auto_find_batch_size, optimizers that update within the backward pass, and trl's trainers of
-    pairs and groups, such as DPOTrainer, unless rebatch={...} has slice and length, or
-    micro_multiple_of, which keep such rows together. With DDP each rank has its own micro-batches,
-    and the gradients of each batch are reduced once, also where gradient_accumulation_steps is more
-    than 1."""
+    The other arguments are those of transformers.Trainer. With the loss are logged the size of the
+    micro-batches, rebatch/micro, and the OOMs since the line before, rebatch/ooms. It refuses
+    DataParallel, FSDP, DeepSpeed, tensor and context parallelism, auto_find_batch_size, optimizers
+    that update within the backward pass, and trl's trainers of pairs and groups, such as
+    DPOTrainer, unless rebatch={...} has slice and length, or micro_multiple_of, which keep such
+    rows together. With DDP each rank has its own micro-batches, and the gradients of each batch are
+    reduced once, also where gradient_accumulation_steps is more than 1."""
 
 
 def missing_names(trainer: Any) -> List[str]:
@@ -207,6 +209,8 @@ class _TrainingStep:
                     "TrainingArguments"
                 )
         self._trainer, self._plain, self.options = trainer, plain, dict(options)
+        self._logs_report = self.options.pop("log_report", False)
+        self._ooms = 0  # since the last line of the log
         self._cut = CutOrWhole(self.options)
         self.weigher = _Weigher(trainer, self._cut, self.options)
         if "lighten" not in self.options and _can_checkpoint(trainer):
@@ -231,7 +235,14 @@ class _TrainingStep:
         with self._cut.saying_why():
             loss = self.backward(inputs)
         states[_STATE] = self.backward.state_dict()
+        self._ooms += self.backward.report.ooms
         return loss
+
+    def numbers(self) -> Dict[str, float]:
+        """For the next line of the log."""
+        report = self.backward.report if self.backward else Report()
+        report, self._ooms = dataclasses.replace(report, ooms=self._ooms), 0
+        return numbers_of_trainer(report, self._logs_report)
 
     def _guard_update(self) -> None:
         """The Trainer calls these after the last batch of an update."""

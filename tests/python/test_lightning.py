@@ -268,6 +268,14 @@ def test_the_report_is_logged():
     assert logger.values("rebatch/ooms")[0] == 2.0 and callback.report.ooms == 0
 
 
+@pytest.mark.parametrize("is_whole", (False, True))
+def test_the_whole_report_is_logged_on_request(is_whole):
+    _, callback, logger = train(4, step_options={"log_report": True} if is_whole else {})
+    keys = {name for _, line in logger.lines for name in line if name.startswith("rebatch/")}
+    every = set(callback.report.numbers())
+    assert keys == (every if is_whole else {"rebatch/micro", "rebatch/ooms"}) and len(every) > 10
+
+
 def test_an_oom_is_logged_at_once():
     _, _, logger = train(4, step_options={}, log_every_n_steps=100)
     assert logger.values("rebatch/ooms") == [2.0]

@@ -1,6 +1,7 @@
 """Step: the update is that of a run that never ran out of memory, whatever happens."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -666,6 +667,8 @@ def test_the_report_is_plain_numbers():
     numbers = step.report.numbers()
     assert numbers["rebatch/micro"] == 4.0 and numbers["rebatch/samples"] == 16.0
     assert all(type(value) is float for value in numbers.values())
+    assert "rebatch/peak_bytes" not in numbers  # nothing measures a CPU's memory
+    assert dataclasses.replace(step.report, peak_bytes=5).numbers()["rebatch/peak_bytes"] == 5.0
     assert str(step.report).startswith("step 2: 4 x 4 samples")
 
 

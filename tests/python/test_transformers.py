@@ -438,6 +438,37 @@ def test_schedulers_do_not_warn_of_the_guarded_step(tmp_path):
     assert not [w for w in caught if "optimizer.step" in str(w.message)]
 
 
+# ---- the log ----
+
+
+def keys_of(trainer):
+    return {k for line in trainer.state.log_history for k in line if k.startswith("rebatch/")}
+
+
+def test_a_line_of_the_log_has_the_micro_batch_and_the_ooms_since_the_line_before(tmp_path):
+    model = fails_above(seeded(gpt), 3, "forward")
+    args = transformers.TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=SAMPLES,
+        num_train_epochs=2,
+        logging_steps=4,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    options = {"log_level": "quiet", "growth": False}
+    trainer = RebatchTrainer(model, args, train_dataset=sentences(), rebatch=options)
+    trainer.train()
+    assert keys_of(trainer) == {"rebatch/micro", "rebatch/ooms"}
+    assert logged(trainer, "rebatch/ooms") == [2.0, 0.0]
+
+
+def test_the_log_has_the_whole_report_on_request(tmp_path):
+    trainer = train(tmp_path, seeded(gpt), RebatchTrainer, step={"log_report": True})
+    assert keys_of(trainer) == set(trainer.report.numbers()) > {"rebatch/step", "rebatch/lost_ms"}
+
+
 # ---- checkpoints ----
 
 
