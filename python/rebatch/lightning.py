@@ -22,8 +22,9 @@ from rebatch.torch._backward import Backward
 from rebatch.torch._batch import cut_of
 from rebatch.torch._join import join_results
 from rebatch.torch._parts import Parts
-from rebatch.torch._report import Report
+from rebatch.torch._report import Report, numbers_of_trainer
 from rebatch.torch._trainer_update import TrainerUpdate
+from rebatch.torch._whole import CutOrWhole
 
 try:
     from lightning.pytorch import Callback
@@ -74,6 +75,10 @@ class Rebatch(Callback):
     - of what training_step returns beside the loss, on_train_batch_end sees tensors and lists
       joined, scalars averaged, and of other values the last one; tensors are detached
 
+    A batch that cannot be cut, such as one without tensors, runs as a whole; it is Exhausted when
+    memory runs out. Where training_step returns None for a micro-batch, that adds nothing, and
+    where it does so for all of them, Lightning skips the batch.
+
     It refuses manual optimization, and strategies other than one device and DDP. With DDP each rank
     has its own micro-batches, and the gradients of each batch are reduced once, also where
     accumulate_grad_batches is more than 1.
@@ -86,9 +91,10 @@ class Rebatch(Callback):
     process. What they log and return is combined as above, and what predict_step returns is joined
     along the samples; a batch that cannot be cut, and a batch of several processes, stays whole.
 
-    Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. Fields of
-    `report` go to the Trainer's loggers as rebatch/..., with its other values and after each OOM.
-    Its checkpoints keep the micro-batch size."""
+    Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. The size of
+    the micro-batches and the OOMs of a batch go to the Trainer's loggers as rebatch/micro and
+    rebatch/ooms, with its other values and after each OOM; with log_report=True all fields of
+    `report` do. Its checkpoints keep the micro-batch size."""
 
     def __init__(self, **options: Any):
         for name in _OF_THE_TRAINER:
@@ -98,6 +104,7 @@ class Rebatch(Callback):
                     "Trainer and the LightningModule"
                 )
         self._options = options
+        self._logs_report = self._options.pop("log_report", False)
         self._step: Optional[_TrainingStep] = None
         self._evaluation: Optional[_Evaluation] = None
         self._state: Dict[str, int] = {}  # of a checkpoint
@@ -135,7 +142,8 @@ class Rebatch(Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics(
-                self.report.numbers(), step=trainer.fit_loop.epoch_loop._batches_that_stepped
+                numbers_of_trainer(self.report, self._logs_report),
+                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -217,13 +225,13 @@ class _TrainingStep:
         self._make_plain_closure = self._loop._make_closure
         self._records = _Records(self._module)
         options = dict(options)
-        self._cut = cut_of(options)
+        self._cut = CutOrWhole(options)
         self._optimizer = trainer.optimizers[0]
         self.backward = Backward(
             trainer.strategy.model,
             self._optimizer,
             self._loss,
-            backward=lambda loss: self._loop._make_backward_fn(self._optimizer)(loss),
+            backward=self._run_backward,
             slice=self._part,
             length=self._cut.length,
             shared={name: getattr(trainer, name) for name in _SHARED},
@@ -270,8 +278,9 @@ class _TrainingStep:
         if zero_grad:
             zero_grad()
         try:
-            with self._records.replacing_log():
-                loss = self.backward(kwargs["batch"])
+            with self._records.replacing_log(), self._cut.saying_why():
+                loss: Any = self.backward(kwargs["batch"])
+            loss = loss if self._records.have_loss() else None
             extra = self._records.extra()
             self._records.log_all()
         finally:
@@ -287,8 +296,14 @@ class _TrainingStep:
 
     def _loss(self, _model: Any, part: Any) -> Any:
         result = self._loop._training_step({**self._kwargs, "batch": part})
-        self._records.keep_extra(result.extra)
+        self._records.keep(result)
+        if result.closure_loss is None:  # it has no backward pass
+            return torch.zeros((), device=self.backward.device, requires_grad=True)
         return result.closure_loss
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        if self._records.has_loss():
+            self._loop._make_backward_fn(self._optimizer)(loss)
 
 
 class _Evaluation:
@@ -357,6 +372,7 @@ class _Record:
         self.count, self.metrics = count, metrics
         self.logged: Dict[tuple[Any, ...], dict[Any, Any]] = {}
         self.extra: Dict[str, Any] = {}
+        self.has_loss = False
 
 
 class _Records:
@@ -432,8 +448,17 @@ class _Records:
 
     # ---- what training_step returns beside the loss ----
 
-    def keep_extra(self, extra: Dict[str, Any]) -> None:
-        self._current.extra = {name: _detached(value) for name, value in extra.items()}
+    def keep(self, result: Any) -> None:
+        self._current.extra = {name: _detached(value) for name, value in result.extra.items()}
+        self._current.has_loss = result.closure_loss is not None
+
+    def has_loss(self) -> bool:
+        """Of the micro-batch that runs; training_step may return None."""
+        return self._current.has_loss
+
+    def have_loss(self) -> bool:
+        """Of one micro-batch at least."""
+        return any(record.has_loss for record in self._records.values())
 
     def extra(self) -> Dict[str, Any]:
         records = list(self._records.values())

@@ -8,6 +8,7 @@ In place of transformers.Trainer::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -16,13 +17,17 @@ import torch
 import transformers
 
 from rebatch.torch._backward import Backward
-from rebatch.torch._batch import Cut, cut_of
+from rebatch.torch._batch import Cut, Cuts, cut_of
 from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._join import join_results
 from rebatch.torch._lighten import checkpointing
+from rebatch.torch._oom import is_oom
 from rebatch.torch._parts import Parts
-from rebatch.torch._report import Report
+from rebatch.torch._report import Report, numbers_of_trainer
+from rebatch.torch._snapshot import AllGenerators
+from rebatch.torch._state import cuda_devices_of
 from rebatch.torch._trainer_update import TrainerUpdate
+from rebatch.torch._whole import CutOrWhole
 
 # Names of transformers.Trainer that are private to it and used here. No other private name is.
 PRIVATE = ("_prepare_inputs",)
@@ -31,6 +36,20 @@ PRIVATE_IN_SOME = ("_get_num_items_in_batch",)  # versions, since a Trainer coun
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Of TrainingArguments, and the same on all ranks.
 _SHARED = ("max_grad_norm", "gradient_accumulation_steps", "fp16", "bf16")
+# Trainers of trl whose batches have pairs or groups of rows, or a loss that compares all rows.
+_OF_PAIRS = (
+    "BCOTrainer",
+    "CPOTrainer",
+    "DPOTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "OnlineDPOTrainer",
+    "ORPOTrainer",
+    "RewardTrainer",
+    "RLOOTrainer",
+)
+# In the states of a TrainerState.
+_STATE = "rebatch"
 # Losses whose quotient differs by less are the same, in bfloat16 too.
 _TOLERANCE = 0.02
 
@@ -51,6 +70,7 @@ class RebatchMixin(_Trainer):
     def __init__(self, *arguments: Any, rebatch: Optional[Dict[str, Any]] = None, **keywords: Any):
         super().__init__(*arguments, **keywords)
         _refuse_what_cannot_work(self)
+        _refuse_pairs(self, rebatch or {})
         self._rebatch = _TrainingStep(self, super().training_step, rebatch or {})
         self._rebatch_prediction = _PredictionStep(
             self, super().prediction_step, self._rebatch, cut_of(dict(rebatch or {}))
@@ -63,6 +83,7 @@ class RebatchMixin(_Trainer):
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """transformers.Trainer.train()."""
+        self._rebatch.is_beginning = True
         try:
             return super().train(*arguments, **keywords)
         finally:
@@ -82,7 +103,7 @@ class RebatchMixin(_Trainer):
 
     def log(self, logs: Dict[str, float], *arguments: Any, **keywords: Any) -> None:
         if "loss" in logs:
-            logs = {**logs, **self.report.numbers()}
+            logs = {**logs, **self._rebatch.numbers()}
         super().log(logs, *arguments, **keywords)
 
 
@@ -110,13 +131,16 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
         rebatch: arguments of rebatch.torch.Step, except those that TrainingArguments has, for
             example {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
             Step.check does: what was found is printed, and a mistake raises ValueError; {"check":
-            ["batch_norm"]} accepts mistakes of that kind
+            ["batch_norm"]} accepts mistakes of that kind. {"log_report": True} logs all fields of
+            `report` of the last batch
 
-    The other arguments are those of transformers.Trainer. The fields of `report` are logged with
-    the loss. It refuses DataParallel, FSDP, DeepSpeed, tensor and context parallelism,
-    auto_find_batch_size, and optimizers that update within the backward pass. With DDP
-    each rank has its own micro-batches, and the gradients of each batch are reduced once, also
-    where gradient_accumulation_steps is more than 1."""
+    The other arguments are those of transformers.Trainer. With the loss are logged the size of the
+    micro-batches, rebatch/micro, and the OOMs since the line before, rebatch/ooms. It refuses
+    DataParallel, FSDP, DeepSpeed, tensor and context parallelism, auto_find_batch_size, optimizers
+    that update within the backward pass, and trl's trainers of pairs and groups, such as
+    DPOTrainer, unless rebatch={...} has slice and length, or micro_multiple_of, which keep such
+    rows together. With DDP each rank has its own micro-batches, and the gradients of each batch are
+    reduced once, also where gradient_accumulation_steps is more than 1."""
 
 
 def missing_names(trainer: Any) -> List[str]:
@@ -158,6 +182,21 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
         )
 
 
+def _refuse_pairs(trainer: Any, options: Dict[str, Any]) -> None:
+    """Unless the options say how rows that belong together are kept so."""
+    found = [
+        kind.__name__
+        for kind in type(trainer).__mro__
+        if kind.__module__.split(".")[0] == "trl" and kind.__name__ in _OF_PAIRS
+    ]
+    if found and not (options.get("slice") or options.get("micro_multiple_of", 1) > 1):
+        raise ValueError(
+            f"rebatch: the Trainer is trl's {found[0]}, whose batches have rows that belong "
+            "together: expected slice and length in rebatch={...} that keep them so, or "
+            "micro_multiple_of=2 where the rows of each pair are neighbours"
+        )
+
+
 class _TrainingStep:
     """training_step of a Trainer, once for each micro-batch. What it hands to its backward pass is
     weighted first."""
@@ -170,11 +209,14 @@ class _TrainingStep:
                     "TrainingArguments"
                 )
         self._trainer, self._plain, self.options = trainer, plain, dict(options)
-        self._cut = cut_of(self.options)
-        self.weigher = _Weigher(trainer, self._cut)
+        self._logs_report = self.options.pop("log_report", False)
+        self._ooms = 0  # since the last line of the log
+        self._cut = CutOrWhole(self.options)
+        self.weigher = _Weigher(trainer, self._cut, self.options)
         if "lighten" not in self.options and _can_checkpoint(trainer):
             self.options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
+        self.is_beginning = True  # a training, which may have a checkpoint's state
         self._replaced: List[tuple[Any, ...]] = []  # methods of the optimizer and of accelerate
 
     def __call__(self, model: Any, inputs: Any, arguments: Dict[str, Any]) -> torch.Tensor:
@@ -182,9 +224,25 @@ class _TrainingStep:
             self.backward = self._make_backward(model)
             self._update = TrainerUpdate(self.backward)
             self.weigher.is_divided = None
+        # A Trainer writes what is here into its checkpoints, and has it again when it resumes.
+        states = getattr(self._trainer.state, "stateful_callbacks", {})
+        if self.is_beginning and _STATE in states:
+            self.backward.load_state_dict(states[_STATE])
+        self.is_beginning = False
         self._guard_update()
         self._arguments = arguments
-        return self.backward(inputs)
+        model.train()  # as training_step begins: it says what BatchNorm needs
+        with self._cut.saying_why():
+            loss = self.backward(inputs)
+        states[_STATE] = self.backward.state_dict()
+        self._ooms += self.backward.report.ooms
+        return loss
+
+    def numbers(self) -> Dict[str, float]:
+        """For the next line of the log."""
+        report = self.backward.report if self.backward else Report()
+        report, self._ooms = dataclasses.replace(report, ooms=self._ooms), 0
+        return numbers_of_trainer(report, self._logs_report)
 
     def _guard_update(self) -> None:
         """The Trainer calls these after the last batch of an update."""
@@ -279,8 +337,10 @@ class _Weigher:
     """What the loss of a part is multiplied by, so that the losses of the parts add up to that of
     the batch."""
 
-    def __init__(self, trainer: Any, cut: Cut):
+    def __init__(self, trainer: Any, cut: Cuts, options: Dict[str, Any]):
         self._trainer, self._cut = trainer, cut
+        self._generators = options.get("generators", ())
+        self._fewest = options.get("micro_multiple_of") or 1
         self.is_divided: Optional[bool] = None  # by num_items_in_batch; not known yet
 
     def weight(self, inputs: Any, samples: int, part: Any, count: int) -> torch.Tensor:
@@ -312,19 +372,38 @@ class _Weigher:
     def _losses_of_one(
         self, model: Any, inputs: Any, samples: int, items: tuple[Any, ...]
     ) -> List[float]:
-        """The losses of the sample with the most labels, for several numbers of items."""
+        """The losses of the sample with the most labels, and of those that stay together with it,
+        for several numbers of items and the same random numbers."""
         labels, best = _labels(inputs), 0
         if labels is not None:
             best = int(labels.ne(-100).flatten(1).sum(1).argmax()) if labels.dim() > 1 else 0
+        best = min(best, samples - self._fewest)
+        best -= best % self._fewest
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(model)
         model.eval()  # no dropout; each training_step begins with train()
-        losses = []
+        generators = AllGenerators(cuda_devices_of([*model.parameters()]), self._generators)
+        states, losses = generators.states(), []
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for n in items:
-                sample = trainer._prepare_inputs(self._cut.part(inputs, best, 1, samples))
-                losses.append(float(trainer.compute_loss(model, sample, num_items_in_batch=n)))
+                part = self._cut.part(inputs, best, self._fewest, samples)
+                sample = trainer._prepare_inputs(part)
+                try:
+                    losses.append(float(trainer.compute_loss(model, sample, num_items_in_batch=n)))
+                except Exception as error:
+                    self._say_that_it_fails(error)
+                    raise
+                finally:
+                    generators.put(states)
         return losses
+
+    def _say_that_it_fails(self, error: Exception) -> None:
+        if self._fewest == 1 and not is_oom(error):
+            raise ValueError(
+                f"rebatch: compute_loss fails for one sample of a batch ({type(error).__name__}: "
+                f"{error}): expected samples that stand alone; where they are pairs, slice and "
+                "length keep these together, or micro_multiple_of=2 if they are neighbours"
+            ) from error
 
 
 def _is_divided(once: float, twice: float) -> bool:

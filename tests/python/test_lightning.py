@@ -268,6 +268,14 @@ def test_the_report_is_logged():
     assert logger.values("rebatch/ooms")[0] == 2.0 and callback.report.ooms == 0
 
 
+@pytest.mark.parametrize("is_whole", (False, True))
+def test_the_whole_report_is_logged_on_request(is_whole):
+    _, callback, logger = train(4, step_options={"log_report": True} if is_whole else {})
+    keys = {name for _, line in logger.lines for name in line if name.startswith("rebatch/")}
+    every = set(callback.report.numbers())
+    assert keys == (every if is_whole else {"rebatch/micro", "rebatch/ooms"}) and len(every) > 10
+
+
 def test_an_oom_is_logged_at_once():
     _, _, logger = train(4, step_options={}, log_every_n_steps=100)
     assert logger.values("rebatch/ooms") == [2.0]
@@ -337,6 +345,146 @@ def test_the_trainer_of_the_other_package_works():
     assert callback.report.micro == 4
 
 
+# ---- what Lightning allows ----
+
+
+class Skips(Net):
+    """Every second batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+class NoOptimizer(Net):
+    def configure_optimizers(self):
+        return None
+
+
+class FrozenAtFirst(Net):
+    """The optimizer has no trained parameter, and gets others after the first epoch."""
+
+    def configure_optimizers(self):
+        self.net.body[0].requires_grad_(False)
+        return torch.optim.SGD(self.net.body[0].parameters(), 0.1, momentum=0.5)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net.body[0].requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.net.body[3].parameters())})
+
+
+@pytest.mark.parametrize(
+    "kind, precision",
+    (
+        (Skips, "32-true"),
+        (Skips, "16-mixed"),
+        (NoOptimizer, "32-true"),
+        (FrozenAtFirst, "32-true"),
+        (FrozenAtFirst, "16-mixed"),
+    ),
+)
+def test_what_lightning_allows_is_as_with_a_plain_trainer(kind, precision):
+    results = []
+    for callback in (None, quiet()):
+        torch.manual_seed(0)
+        module = kind()
+        trainer, logger = fit(module, callback, precision=precision)
+        ends = [set(outputs) for outputs in module.ends]
+        results.append((state_of(module), ends, trainer.global_step, logger.values("loss_epoch")))
+    (state, *rest), (its_state, *its_rest) = results
+    assert same_bits(its_state, state) and its_rest == rest
+
+
+@pytest.mark.parametrize("kind", (Skips, FrozenAtFirst))
+def test_what_lightning_allows_survives_an_oom(kind):
+    states = []
+    for largest, micro in ((5, 0), (SAMPLES, 4)):
+        torch.manual_seed(0)
+        module = kind(largest)
+        fit(module, quiet(growth=False, micro_start=micro))
+        states.append(state_of(module))
+    assert same_bits(*states) and set(module.sizes) == {4}
+
+
+def test_micro_batches_without_a_loss_add_nothing():
+    class SkipsSome(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch[1][0] > 0 else loss
+
+    class Zeroes(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (batch[1][0] <= 0)
+
+    states = []
+    for kind in (SkipsSome, Zeroes):
+        torch.manual_seed(0)
+        module = kind()
+        fit(module, quiet(micro_start=4))
+        states.append(state_of(module))
+    assert all(torch.allclose(a, b) for a, b in zip(*states))
+
+
+class Numbered(Net):
+    """Its batches are no tensors."""
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(batch["samples"])
+        if batch["samples"] > self.largest:
+            out_of_memory(None)
+        return self.net(torch.ones(batch["samples"], 8)).square().mean()
+
+
+def numbered():
+    data = [{"samples": n} for n in (SAMPLES, 3)]
+    return torch.utils.data.DataLoader(data, batch_size=None)
+
+
+def test_batches_that_cannot_be_cut_run_whole():
+    states = []
+    for callback in (None, quiet(micro_start=4)):
+        torch.manual_seed(0)
+        module = Numbered()
+        pl.Trainer(callbacks=callback and [callback], logger=False, max_epochs=2, **QUIET).fit(
+            module, numbered()
+        )
+        states.append(state_of(module))
+    assert same_bits(*states) and module.sizes == [SAMPLES, 3] * 2
+
+
+def test_a_batch_that_cannot_be_cut_and_does_not_fit_says_why():
+    module = Numbered(4)
+    before = state_of(module)
+    trainer = pl.Trainer(callbacks=[quiet()], logger=False, max_epochs=1, **QUIET)
+    with pytest.raises(
+        rebatch.torch.Exhausted, match="(?s)cannot be cut: the batch, a dict, has no tensor with"
+    ):
+        trainer.fit(module, numbered())
+    assert same_bits(state_of(module), before)
+
+
+def test_a_batch_that_cannot_be_cut_does_not_fit_limits():
+    trainer = pl.Trainer(callbacks=[quiet(micro_multiple_of=2)], logger=False, **QUIET)
+    with pytest.raises(ValueError, match="the batch, a dict, has no tensor with a dimension"):
+        trainer.fit(Numbered(), numbered())
+
+
+def test_batch_norm_gets_two_samples_or_more():
+    """16 samples, of which 5 fit."""
+
+    class Normalized(Net):
+        def __init__(self, largest):
+            super().__init__(largest)
+            self.net.body = torch.nn.Sequential(
+                torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+            )
+
+    module = Normalized(5)
+    fit(module, quiet(growth=False, micro_start=5))
+    assert set(module.sizes) == {4}
+
+
 # ---- what is refused ----
 
 
@@ -351,11 +499,6 @@ class Iterates(Net):
         pass
 
 
-class Skips(Net):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 class TwoOptimizers(Net):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
@@ -366,7 +509,6 @@ class TwoOptimizers(Net):
     (
         (Manual, "rebatch: Manual optimizes manually: expected automatic optimization"),
         (Iterates, "rebatch: training_step of Iterates takes dataloader_iter"),
-        (Skips, "returned a NoneType: expected a scalar tensor"),
         (TwoOptimizers, "multiple optimizers is only supported with manual optimization"),
     ),
 )

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import random
 import warnings
 
+import numpy
 import pytest
 import torch
 
@@ -220,6 +222,89 @@ def test_a_loss_that_cannot_be_cut_is_refused(tmp_path):
         train(tmp_path, seeded(gpt), Added, step={"micro_start": 2})
 
 
+class Noisy(torch.nn.Module):
+    """Draws random numbers in every mode, as a diffusion model does."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.net, self.draw = torch.nn.Linear(4, 4), draw
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": (self.net(input_ids + self.draw(input_ids)) - labels).square().mean()}
+
+
+def numbers(count=4 * SAMPLES):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator)
+    return [{"input_ids": row, "labels": -row} for row in x]
+
+
+OWN = torch.Generator()
+DRAWS = {
+    "torch": torch.randn_like,
+    "numpy": lambda x: float(numpy.random.randn()),
+    "python": lambda x: random.gauss(0, 1),
+    "own": lambda x: torch.randn(x.shape, generator=OWN),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_model_that_draws_in_evaluation_trains_with_the_bits_of_a_smaller_start(tmp_path, draw):
+    states = []
+    for largest, micro in ((3, 0), (SAMPLES, 2)):
+        OWN.manual_seed(0)
+        model = fails_above(seeded(lambda: Noisy(DRAWS[draw])), largest, "forward")
+        step = {"micro_start": micro, "generators": [OWN]}
+        trainer = train(tmp_path, model, RebatchTrainer, numbers(), step=step, max_steps=3)
+        states.append(state_of(model))
+    assert same_bits(*states) and trainer.report.micro == 2
+
+
+# ---- what a Trainer allows ----
+
+
+class PlainUnlike(transformers.Trainer):
+    """Its batches have another tensor, which has no dimension of samples."""
+
+    def get_train_dataloader(self):
+        return [{**batch, "scale": torch.ones(3)} for batch in super().get_train_dataloader()]
+
+    def compute_loss(self, model, inputs, return_outputs=False, **keywords):
+        scale = inputs.pop("scale")
+        return super().compute_loss(model, inputs, **keywords) * scale.mean()
+
+
+class Unlike(RebatchMixin, PlainUnlike):
+    pass
+
+
+def test_a_batch_that_cannot_be_cut_runs_whole(tmp_path):
+    trainer = train(tmp_path, seeded(gpt), Unlike, step={"micro_start": 2})
+    plain = train(tmp_path, seeded(gpt), PlainUnlike)
+    assert same_bits(state_of(trainer.model), state_of(plain.model))
+    model = fails_above(seeded(gpt), 3, "forward")
+    with pytest.raises(rebatch.torch.Exhausted, match="(?s)cannot be cut: .* has 3: expected one"):
+        train(tmp_path, model, Unlike)
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": (self.net(input_ids) - labels).square().mean()}
+
+
+def test_batch_norm_gets_two_samples_or_more(tmp_path):
+    """A pretrained model is in evaluation mode until its first training_step."""
+    model = fails_above(seeded(Normalized).eval(), 1, "forward")
+    with pytest.raises(rebatch.torch.Exhausted):
+        train(tmp_path, model, RebatchTrainer, numbers())
+    model = fails_above(seeded(Normalized).eval(), 3, "forward")
+    assert train(tmp_path, model, RebatchTrainer, numbers()).report.micro == 2
+
+
 # ---- failures ----
 
 
@@ -353,6 +438,81 @@ def test_schedulers_do_not_warn_of_the_guarded_step(tmp_path):
     assert not [w for w in caught if "optimizer.step" in str(w.message)]
 
 
+# ---- the log ----
+
+
+def keys_of(trainer):
+    return {k for line in trainer.state.log_history for k in line if k.startswith("rebatch/")}
+
+
+def test_a_line_of_the_log_has_the_micro_batch_and_the_ooms_since_the_line_before(tmp_path):
+    model = fails_above(seeded(gpt), 3, "forward")
+    args = transformers.TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=SAMPLES,
+        num_train_epochs=2,
+        logging_steps=4,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    options = {"log_level": "quiet", "growth": False}
+    trainer = RebatchTrainer(model, args, train_dataset=sentences(), rebatch=options)
+    trainer.train()
+    assert keys_of(trainer) == {"rebatch/micro", "rebatch/ooms"}
+    assert logged(trainer, "rebatch/ooms") == [2.0, 0.0]
+
+
+def test_the_log_has_the_whole_report_on_request(tmp_path):
+    trainer = train(tmp_path, seeded(gpt), RebatchTrainer, step={"log_report": True})
+    assert keys_of(trainer) == set(trainer.report.numbers()) > {"rebatch/step", "rebatch/lost_ms"}
+
+
+# ---- checkpoints ----
+
+
+def trained_to(folder, kind, steps, resume=None):
+    """A Trainer of 8 steps that has saved a checkpoint of the fifth one. 3 of 8 samples fit."""
+    args = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=SAMPLES,
+        max_steps=steps,
+        lr_scheduler_type="constant",
+        save_steps=5,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    is_ours = issubclass(kind, RebatchMixin)
+    extra = {"rebatch": {"log_level": "quiet", "growth": False}} if is_ours else {}
+    model = fails_above(seeded(gpt), 3, "forward") if is_ours else seeded(gpt)
+    trainer = kind(model, args, train_dataset=sentences(), **extra)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_checkpoint_keeps_the_step_and_the_size(tmp_path):
+    trained_to(tmp_path, RebatchTrainer, 5)
+    path = str(tmp_path / "checkpoint-5")
+    resumed = trained_to(tmp_path, RebatchTrainer, 8, path)
+    assert resumed.report.step == 7 and logged(resumed, "rebatch/micro")[5:] == [2.0] * 3
+    assert logged(resumed, "rebatch/ooms")[5:] == [0.0] * 3
+    resumed.train(resume_from_checkpoint=path)
+    assert resumed.report.step == 7 and logged(resumed, "rebatch/ooms")[5:] == [0.0] * 3
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_resumed_and_the_other_way_round(tmp_path):
+    trained_to(tmp_path / "plain", transformers.Trainer, 5)
+    path = str(tmp_path / "plain" / "checkpoint-5")
+    assert trained_to(tmp_path, RebatchTrainer, 8, path).report.step == 2
+    trained_to(tmp_path / "ours", RebatchTrainer, 5)
+    path = str(tmp_path / "ours" / "checkpoint-5")
+    assert trained_to(tmp_path, transformers.Trainer, 8, path).state.global_step == 8
+
+
 # ---- other Trainers ----
 
 
@@ -369,6 +529,91 @@ def test_the_mixin_runs_training_step_of_another_trainer(tmp_path):
 
     trainer = train(tmp_path, fails_above(seeded(gpt), 5, "backward"), Mine)
     assert sizes[:3] == [8, 4, 4] and trainer.report.micro == 4
+
+
+# ---- rows that belong together ----
+
+
+class Preference(transformers.Trainer):
+    """As trl's: the chosen rows of a batch come first, and the rejected ones behind them."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        tokens = inputs["input_ids"]
+        found = model(input_ids=tokens).logits.log_softmax(-1).gather(-1, tokens[..., None])
+        chosen, rejected = found[..., 0].sum(1).chunk(2)
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+class DPOTrainer(Preference):
+    __module__ = "trl.trainer.dpo_trainer"
+
+
+class Mine(RebatchMixin, DPOTrainer):
+    pass
+
+
+def stacked_pairs(batch, first, count):
+    pairs = len(batch["input_ids"]) // 2
+    places = [*range(first, first + count), *range(pairs + first, pairs + first + count)]
+    return {name: tensor[places] for name, tensor in batch.items()}
+
+
+def rows():
+    return [{"input_ids": d["input_ids"]} for d in sentences()]
+
+
+def test_trainers_of_pairs_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="trl's DPOTrainer.* belong together.*micro_multiple_of=2"):
+        train(tmp_path, gpt(), Mine, rows())
+
+
+def test_pairs_are_kept_together_by_slice_and_length(tmp_path):
+    by_pairs = {"slice": stacked_pairs, "length": lambda batch: len(batch["input_ids"]) // 2}
+    options = {"optim": "sgd", "remove_unused_columns": False}
+    plain = train(tmp_path, seeded(gpt, 0.0), DPOTrainer, rows(), **options)
+    model = fails_above(seeded(gpt, 0.0), 4, "forward")
+    trainer = train(tmp_path, model, Mine, rows(), step=by_pairs, **options)
+    assert trainer.report.micro == 2 and trainer.report.samples == SAMPLES // 2
+    for a, b in zip(state_of(trainer.model), state_of(plain.model)):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+class Alternating(RebatchTrainer):
+    """Chosen and rejected rows take turns, and the loss is divided by num_items_in_batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        tokens = inputs["input_ids"]
+        found = model(input_ids=tokens).logits.log_softmax(-1).gather(-1, tokens[..., None])
+        chosen, rejected = found[..., 0].sum(1).view(-1, 2).T
+        return -torch.nn.functional.logsigmoid(chosen - rejected).sum() / num_items_in_batch
+
+
+def test_pairs_side_by_side_are_kept_together_by_micro_multiple_of(tmp_path):
+    states = []
+    for largest in (SAMPLES, 3):
+        model = fails_above(seeded(gpt, 0.0), largest, "forward")
+        step = {"micro_multiple_of": 2}
+        trainer = train(tmp_path, model, Alternating, step=step, optim="sgd")
+        states.append(state_of(trainer.model))
+    assert trainer.report.micro == 2
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
+
+
+def test_rows_that_fail_alone_are_told_before_the_update(tmp_path):
+    model = fails_above(seeded(gpt), 3, "forward")
+    before = state_of(model)
+    with pytest.raises(ValueError, match="fails for one sample.*RuntimeError.*micro_multiple_of=2"):
+        train(tmp_path, model, Alternating)
+    assert same_bits(state_of(model), before)
+
+
+def test_rows_that_fail_at_a_smaller_cut_are_told(tmp_path):
+    class Own(RebatchMixin, Preference):
+        pass
+
+    model = fails_above(seeded(gpt), 4, "forward")
+    with pytest.warns(rebatch.torch.CutWarning, match="as pairs do.*micro_multiple_of"):
+        train(tmp_path, model, Own, rows(), remove_unused_columns=False)
 
 
 # ---- what is refused ----

@@ -42,8 +42,6 @@ def check_arguments(program: Program) -> None:
     Generators((), program.generators)
     check_names(program.options, "Step")
     session_options(**program.options)
-    if not program.update.parameters:
-        raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
 
 
 def named_modules(model: Any) -> List[Tuple[str, torch.nn.Module]]:
@@ -66,6 +64,8 @@ def named_state(state: Any) -> List[Tuple[str, Any]]:
 
 def check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
     """ValueError for a model and an optimizer that do not go together."""
+    if not update.parameters:
+        raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
     parts = [part for part in listed(state) if isinstance(part, torch.nn.Module)]
     known: Set[Any] = {p for module in (modules, *parts) for p in module.parameters()}
     known.update(part for part in listed(state) if isinstance(part, torch.Tensor))

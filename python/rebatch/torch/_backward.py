@@ -35,6 +35,12 @@ class _NoUpdate(Update):
     def parameters(self) -> List[torch.nn.Parameter]:
         return [p for p in self._all_parameters() if p.requires_grad]
 
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter that trains, or of the first one."""
+        every = [*self.parameters, *self._all_parameters()]
+        return every[0].device if every else torch.device("cpu")
+
     def with_gradients(
         self, parameters: Sequence[Optional[torch.nn.Parameter]]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
@@ -83,7 +89,9 @@ class Backward:
         **options: Any,
     ):
         named = {name: str(value) for name, value in (shared or {}).items()}
-        self._training = training_of(model, optimizer, loss_fn, shared=named, **options)
+        self._training = training_of(
+            model, optimizer, loss_fn, shared=named, updates=False, **options
+        )
         if self._training.running.has_window:
             raise ValueError(
                 "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "

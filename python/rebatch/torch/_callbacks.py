@@ -203,6 +203,10 @@ class Callbacks:
 
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         running = self._running
+        count = count if is_trial else running.with_rest(first, count)
+        if count == 0:
+            self._run_nothing()
+            return
         is_last = first + count == running.samples
         if self._is_whole and count < running.samples:  # the whole batch did not fit
             self._begin_cut(True)
@@ -222,6 +226,13 @@ class Callbacks:
         self.outputs = None
         if any(extras is not None for extras in self._extras):
             self.outputs = joined_where_it_fits(lambda: joined(self._extras), self._extras)
+
+    def _run_nothing(self) -> None:
+        is_alone = self._lockstep is None
+        declare = lib.rebatch_mutating if is_alone else lib.rebatch_mutating_together
+        status = declare(self.session.rb)
+        if status and not is_alone:
+            raise Ended(status)
 
     def _finish_gradients(self) -> None:
         self.accumulators.expose()
@@ -306,7 +317,7 @@ class Callbacks:
 
     def _abandon(self, lockstep: Lockstep, first: int) -> int:
         """This rank's micro-batch has failed, and the others' goes on: the status for C."""
-        smallest = max(1, self._running.program.options.get("micro_smallest", 0))
+        smallest = max(1, self._running.program.limits.get("micro_smallest", 0))
         count = min(smallest, self._running.samples - first)
 
         def run() -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from rebatch._library import Event, EventKind, GuardPoint, LogLevel, StepReport
 from rebatch.torch._batch import batch_tensors
+from rebatch.torch._batch_norm import join_rest
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._findings import explain
 from rebatch.torch._modules_off import (
@@ -145,7 +146,9 @@ class FirstCut:
             if was_oom:
                 return None
             return (
-                f"the loss could not be compared at two cuts ({said}): step.check(batch) says more"
+                f"the loss could not be compared at two cuts ({said}): where samples belong "
+                "together, as pairs do, keep them so with micro_multiple_of, or slice and length; "
+                "step.check(batch) says more"
             )
 
     def _tell(self, running: Running, text: str, ran: int) -> None:
@@ -248,6 +251,8 @@ class _Comparison:
         end = first + large
         self._whole = [(first, large)]
         self._parts = [(at, min(small, end - at)) for at in range(first, end, small)]
+        if self._program.has_pairs:
+            self._parts = join_rest(self._parts)
         running.undo.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)

@@ -14,6 +14,7 @@ import torch
 from rebatch._library import Event
 from rebatch.torch import _allocator
 from rebatch.torch._batch import Cut
+from rebatch.torch._batch_norm import keep_pairs, with_rest
 from rebatch.torch._mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch._outputs import split_result
 from rebatch.torch._state import Generators
@@ -63,6 +64,8 @@ class Program:
     on_event: Optional[Callable[[str, Event], None]] = None
     options: Dict[str, Any] = dataclasses.field(default_factory=dict)  # of the session
 
+    keeps_pairs: bool = False  # BatchNorm has been in training mode
+
     # What an adapter says of it.
     loss_name: str = "loss_fn"  # what users call it
     owners: List[Any] = dataclasses.field(default_factory=list)  # of what loss_fn may change
@@ -79,6 +82,16 @@ class Program:
     def device(self) -> torch.device:
         """That of the first parameter, now."""
         return self.update.device
+
+    @property
+    def limits(self) -> Dict[str, Any]:
+        """The options, with those that BatchNorm asks for."""
+        return keep_pairs(self.options) if self.keeps_pairs else self.options
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether no micro-batch has one sample."""
+        return self.keeps_pairs and self.limits.get("micro_smallest", 1) > 1
 
     def functions_that_run(self) -> List[Any]:
         """Those of the program that run in a micro-batch."""
@@ -145,9 +158,13 @@ class Running:
         """These samples."""
         return self.program.cut.part(self.batch, first, count, self.samples)
 
+    def with_rest(self, first: int, count: int) -> int:
+        """How many samples the micro-batch of `count` runs; 0: they ran with those before it."""
+        return with_rest(first, count, self.samples) if self.program.has_pairs else count
+
     def allowed_sizes(self) -> List[int]:
         """The micro-batch sizes that the options allow for it, the largest first."""
-        options, samples = {} if self.program.cost else self.program.options, self.samples
+        options, samples = {} if self.program.cost else self.program.limits, self.samples
         largest = min(options.get("micro_largest") or samples, samples)
         smallest = options.get("micro_smallest") or 1
         multiple = options.get("micro_multiple_of") or 1

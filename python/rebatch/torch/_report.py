@@ -25,9 +25,12 @@ class MapReport:
     lighten_level: int = 0
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
-        """For TensorBoard, W&B and the like: names and plain numbers."""
-        values = dataclasses.asdict(self).items()
-        return {prefix + name: float(v) for name, v in values if not isinstance(v, tuple)}
+        """For TensorBoard, W&B and the like: names and plain numbers. A peak that was not measured
+        is left out."""
+        values = dataclasses.asdict(self)
+        if not self.peak_bytes:
+            del values["peak_bytes"]
+        return {prefix + name: float(v) for name, v in values.items() if not isinstance(v, tuple)}
 
     def _sizes(self) -> str:
         if self.micro == 0 or self.microbatches * self.micro == self.samples:
@@ -61,6 +64,12 @@ class Report(MapReport):
 
     def __str__(self) -> str:
         return f"step {self.step}: {super().__str__()}"
+
+
+def numbers_of_trainer(report: Report, is_whole: bool) -> Dict[str, float]:
+    """What a trainer logs of it: all, or the micro-batch and the OOMs."""
+    numbers = report.numbers()
+    return numbers if is_whole else {n: numbers[n] for n in ("rebatch/micro", "rebatch/ooms")}
 
 
 def _counts_of(filled: c.StepReport, samples: int) -> Dict[str, Any]:

@@ -37,6 +37,7 @@ from rebatch.torch._arguments import (
     ranks_or_none,
 )
 from rebatch.torch._batch import Cut
+from rebatch.torch._batch_norm import batch_norms, keep_pairs, train_any
 from rebatch.torch._callbacks import Callbacks
 from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
@@ -78,6 +79,7 @@ class Training:
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
         self.history: Deque[plot.Point] = collections.deque(maxlen=_HISTORY)
         self._micro = 0  # where a session that is opened begins; 0: where the options say
+        self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
 
     @property
     def program(self) -> Program:
@@ -95,7 +97,7 @@ class Training:
 
     def open(self) -> Session:
         """The session, opened when a batch first runs, and again when the allocator or the device
-        is another."""
+        is another, or BatchNorm trains from now on."""
         device, session = self.program.device, self.session
         is_pooled = device.type == "cuda" and _allocator.installed()
         if _allocator.installed() and device.type == "cpu":
@@ -103,7 +105,8 @@ class Training:
                 "rebatch: the model is on the CPU, and install() manages the GPU's memory: move "
                 "the model to the GPU first"
             )
-        if session and session.is_pooled == is_pooled and session.device == device:
+        is_same = session and session.is_pooled == is_pooled and session.device == device
+        if session and is_same and (self.program.keeps_pairs or not train_any(self._batch_norms)):
             return session
         if session:
             self.close()
@@ -116,6 +119,10 @@ class Training:
         given = dict(program.options)
         if self._micro:
             given.update(micro_start=self._micro, learn=False)
+        self._batch_norms = batch_norms(program.modules)
+        program.keeps_pairs |= train_any(self._batch_norms)
+        if program.keeps_pairs:
+            given = keep_pairs(given)
         options = session_options(**given)
         if self.ranks:
             self.ranks.join(options, device)
@@ -311,10 +318,12 @@ def training_of(
     group_timeout: float = 300.0,
     window: Optional[bool] = None,
     shared: Optional[Dict[str, str]] = None,
+    updates: bool = True,
     **options: Any,
 ) -> Training:
     """That of the arguments of a Step, which are checked. `shared` is what else must be the same on
-    all ranks. All ranks call this together."""
+    all ranks. Without `updates` a trainer steps the optimizer, whatever is in it. All ranks call
+    this together."""
     if gradients not in ("fresh", "inplace"):
         raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
     program = Program(
@@ -332,7 +341,8 @@ def training_of(
         options=options,
     )
     check_arguments(program)
-    check_match(program.modules, program.update, state)
+    if updates:
+        check_match(program.modules, program.update, state)
     parts = named_state(state)
     ranks = ranks_or_none(program, group, group_timeout, window, shared or {})
 

@@ -106,6 +106,26 @@ def ooms_everywhere(is_on_all, is_low, failing_step, first, stride):
     )
 
 
+def _train_pairs(fails_at, is_failing):
+    """(state, error, the mode of the second step), with BatchNorm and nine samples on each rank."""
+    torch.manual_seed(0)
+    model = sharded(nn.Sequential(Part(), nn.BatchNorm1d(8), Part(), nn.Linear(8, 3)))
+    step = make_step(model, **of_size(2), lighten=[lambda on: None])
+    mode, error, batch = FailAt(fails_at if is_failing else 0), None, batch_of(dist.get_rank(), 9)
+    for number in range(3):
+        try:
+            with mode if number == 1 and fails_at else contextlib.nullcontext():
+                step(batch)
+        except Exception as caught:
+            error = error or f"{type(caught).__name__}: {caught}"
+    return whole(model), error, mode
+
+
+def pairs(stride):
+    """An OOM at each operation of a step whose last micro-batch has no sample."""
+    return swept(_train_pairs, False, 1, stride)
+
+
 def less_memory(where):
     """Rank 1 has memory for two samples: the bits of a run that began at this size."""
     states, reports = [], []

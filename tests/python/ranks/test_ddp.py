@@ -47,6 +47,10 @@ def test_a_rank_with_less_memory_has_smaller_micro_batches(where, gradients):
         assert found == {"near": True, "same": True, "ranks": [16, 4]}
 
 
+def test_a_sample_that_is_left_for_batch_norm_joins_its_neighbour():
+    assert run("pairs") == [{"sizes": [2, 2, 2, 3], "near": True, "same": True}] * 2
+
+
 def test_what_a_failed_backward_pass_has_launched_is_not_launched_again():
     found = run("struck_in_backward")
     for its in found:

@@ -43,6 +43,12 @@ def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_ste
     assert (found[0]["recovered"] > 0) == is_on_all
 
 
+def test_an_oom_where_a_sample_joins_its_neighbour_for_batch_norm_changes_no_bit():
+    for its in run("pairs", 17):
+        assert its["wrong"] == its["errors"] == []
+        assert its["count"] > 50
+
+
 @pytest.mark.parametrize("where", ("forward", "backward"))
 def test_all_ranks_have_the_size_of_the_one_with_the_least_memory(where):
     zero, one = run("less_memory", where)

@@ -87,6 +87,25 @@ def as_ddp(kind, options, step_options):
     }
 
 
+def pairs():
+    """BatchNorm, nine samples on each rank, in micro-batches of two: their sizes, and whether the
+    update is that of such micro-batches by hand, and the same on all ranks."""
+    model, batch, loss_fn = wrapped("conv", samples=18)
+    by_hand, sizes = copy.deepcopy(model.module), []
+
+    def noting(model, samples):
+        sizes.append(len(samples[0]))
+        return loss_fn(model, samples)
+
+    step_of(model, sgd(model), noting, micro_start=2)(batch)
+    for part in zip(*(t.split([2, 2, 2, 3]) for t in batch)):
+        (loss_fn(by_hand, part) * (len(part[0]) / 18)).backward()
+    gradients = [everyones(p.grad) for p in by_hand.parameters()]
+    expected = [p - 0.1 * sum(own) for p, own in zip(by_hand.parameters(), gradients)]
+    near = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(model.parameters(), expected))
+    return {"sizes": sizes[:4], "near": near, "same": is_same_everywhere(model)}
+
+
 # ---- the end of a Step, and of the process groups ----
 
 
