@@ -226,6 +226,7 @@ class _TrainingStep:
             backward=lambda loss: self._loop._make_backward_fn(self._optimizer)(loss),
             slice=self._part,
             length=self._cut.length,
+            within=self._cut,
             shared={name: getattr(trainer, name) for name in _SHARED},
             loss_name="training_step",
             functions=[self._module.training_step],

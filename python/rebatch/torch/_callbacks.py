@@ -108,7 +108,6 @@ class Callbacks:
         running = self._running
         running.begin(batch)
         self._accumulated, self.is_applied = 0, False
-        self.cuts.begin()
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         try:
@@ -252,9 +251,6 @@ class Callbacks:
                 self._update.backward(loss)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException as error:
-            if loss is not None and count == running.samples:
-                self.cuts.note_failed(running, loss)
-                loss = None
             self._put_back()
             if is_oom(error):
                 running.reached.put_back(c.GuardPoint.ATTEMPT)

@@ -11,7 +11,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 
-from rebatch._library import Event, GuardPoint
+from rebatch._library import Event
 from rebatch.torch import _allocator
 from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
@@ -146,10 +146,6 @@ class Running:
         listed = options.get("micro_allowed") or range(multiple, largest + 1, multiple)
         sizes = {size for size in listed if smallest <= size <= largest and size % multiple == 0}
         return sorted(sizes, reverse=True) or [samples]
-
-    def has_drawn(self) -> bool:
-        """Whether the attempt that runs, or has failed, has drawn random numbers."""
-        return self.generators.have_moved(GuardPoint.ATTEMPT)
 
     def weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
         """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""

@@ -279,8 +279,13 @@ class AllGenerators:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
 
-    def is_at(self, states: list[Any]) -> bool:
-        return all(is_same_state(a, b) for a, b in zip(self.states(), states))
+    def drawn(self, states: list[Any]) -> Tuple[bool, bool]:
+        """Whether PyTorch's generators, and whether others, are no more at some states."""
+        moved = [not is_same_state(a, b) for a, b in zip(self.states(), states)]
+        own = [True] * (1 + len(self._devices))
+        own += [isinstance(generator, torch.Generator) for generator in self._others]
+        others = moved[len(own) :] + [m for m, is_own in zip(moved, own) if not is_own]
+        return any(m for m, is_own in zip(moved, own) if is_own), any(others)
 
 
 # ---- the snapshot ----
@@ -315,7 +320,12 @@ class Snapshot:
 
     def draws(self) -> bool:
         """Whether random numbers were drawn since."""
-        return not self._generators.is_at(self._states)
+        return any(self._generators.drawn(self._states))
+
+    def draws_unfixed(self, has_fixed: bool) -> bool:
+        """Whether some were that FixedDraws does not fix, where it has fixed others or has not."""
+        own, others = self._generators.drawn(self._states)
+        return others or (own and not has_fixed)
 
 
 def all_places(
