@@ -153,22 +153,13 @@ def _totals(running: Running) -> List[List[float]]:
     return found
 
 
-@dataclasses.dataclass
-class _Samples:
-    """Two runs of as many samples, of which both are a part of the batch's first and second half
-    where it can be made of them: what belongs together may lie half a batch apart."""
-
-    batch: Any  # has them first
-    samples: int  # that it has
-    starts: Tuple[int, int]  # in the batch that ran
-    are_alike: bool  # by labels, lengths or weights: a wrong weight would make no difference
-
-
-def _samples_of(running: Running, sizes: List[int], half: int) -> _Samples:
-    """Those of which the two halves differ most."""
-    samples, cut, unit = running.samples, running.program.cut, math.gcd(*sizes)
+def _samples_of(running: Running, sizes: List[int], half: int) -> Tuple[Any, Tuple[int, int], bool]:
+    """A batch of two runs of as many samples, one of each half of the batch, as what belongs
+    together may lie half a batch apart: those whose labels, lengths or weights differ most. And
+    where they begin, and whether they are alike: a wrong weight would then make no difference. The
+    batch is None where it cannot be made; the samples are then the first ones."""
+    samples, unit, totals = running.samples, math.gcd(*sizes), _totals(running)
     middle = samples // 2 // unit * unit
-    totals = _totals(running)
 
     def alike(first: int, second: int) -> int:
         return sum(sum(t[first : first + half]) == sum(t[second : second + half]) for t in totals)
@@ -176,13 +167,13 @@ def _samples_of(running: Running, sizes: List[int], half: int) -> _Samples:
     starts = [(at, middle + at) for at in range(0, middle - half + 1, unit)]
     best = min(starts, key=lambda pair: (alike(*pair), pair[0] % half))
     try:
-        batch = cut.arranged(running.batch, [(at, half) for at in best], samples)
+        spans = [(at, half) for at in best]
+        batch = running.program.cut.arranged(running.batch, spans, samples)
     except Exception as error:  # of tensors that cannot be joined
         let_go(error)
         batch = None
-    if batch is None:
-        return _Samples(running.batch, samples, (0, half), alike(0, half) > 0)
-    return _Samples(batch, 2 * half, best, alike(*best) > 0)
+    best = best if batch is not None else (0, half)
+    return batch, best, alike(*best) > 0
 
 
 # ---- the comparison ----
@@ -201,21 +192,13 @@ class _Result:
     norm: float = 0.0  # of the gradients
     part_norms: float = 0.0  # of those of each micro-batch, added
 
-    @property
-    def is_nothing(self) -> bool:
-        return not (self.loss or self.part_norms)
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
 
 class _Comparison:
     """The loss of two times `half` samples, in one micro-batch and in two."""
 
     def __init__(self, running: Running, sizes: List[int], half: int):
         self._running, self._program, self._half = running, running.program, half
-        self._chosen = _samples_of(running, sizes, half)
+        self._batch, self._starts, self._are_alike = _samples_of(running, sizes, half)
         root = _modules_of(running)
         self._named = root[0] if len(root) == 1 else root
         tensors = [*self._program.update.parameters, *root.buffers()]
@@ -235,11 +218,12 @@ class _Comparison:
 
     def run(self) -> Optional[str]:
         """What is wrong; "": nothing; None: that tells nothing."""
-        running, chosen = self._running, self._chosen
+        running = self._running
         kept = dict(vars(running))
-        running.batch, running.samples = chosen.batch, chosen.samples
         try:
-            running.weigh()
+            if self._batch is not None:
+                running.batch, running.samples = self._batch, 2 * self._half
+                running.weigh()
             whole = self._at([(0, 2 * self._half)])
             parts = self._at([(0, self._half), (self._half, self._half)])
             return self._judge(whole, parts)
@@ -261,13 +245,15 @@ class _Comparison:
             with switched_off(self._off), _eagerly(), gradients, watching:
                 return self._sum_of(spans)
         except RuntimeError as error:
-            if self._needs_graph or is_oom(error):
+            if is_oom(error) or self._needs_graph and not self._has_gradients:
                 raise
             let_go(error)
         finally:
-            self._is_drawn |= self._snapshot.draws_unfixed(self._draws.has_fixed)
+            self._is_drawn |= self._snapshot.draws(but_for_torchs=self._draws.has_fixed)
             self._restore()
-        self._needs_graph = True  # a loss with a gradient penalty does
+        # A gradient penalty needs a graph; through a reentrant checkpoint no gradient can be asked
+        # for.
+        self._needs_graph, self._has_gradients = True, False
         return self._at(spans)
 
     def _sum_of(self, spans: List[Tuple[int, int]]) -> _Result:
@@ -303,15 +289,8 @@ class _Comparison:
         if not (self._has_gradients and loss.requires_grad):
             return []
         trained = [p for p in self._program.update.parameters if p.requires_grad]
-        try:
-            with FixedDraws():  # of checkpoints
-                found = torch.autograd.grad(loss, trained, allow_unused=True)
-        except RuntimeError as error:
-            if is_oom(error):
-                raise
-            let_go(error)  # a checkpoint that is reentrant has none in this way
-            self._has_gradients = False
-            return []
+        with FixedDraws():  # of checkpoints
+            found = torch.autograd.grad(loss, trained, allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found)]
 
     # ---- what it tells ----
@@ -320,7 +299,8 @@ class _Comparison:
         through_time = self._sequences.found()
         if through_time[0]:
             return self._say("loss", whole.loss, parts.loss, *through_time)
-        if not (whole.is_finite and parts.is_finite) or whole.is_nothing and parts.is_nothing:
+        values = whole.loss, whole.norm, parts.loss, parts.norm
+        if not all(map(math.isfinite, values)) or not any(values):
             return None
         of_gradients, of_losses = floors(self._draws.is_16_bit, self._program.device)
         rounding = self._draws.rounding() * abs(self._unit)
@@ -330,7 +310,7 @@ class _Comparison:
         scale = max(whole.part_norms, parts.part_norms)
         if self._has_gradients and abs(whole.norm - parts.norm) > of_gradients * scale:
             return self._explain("norm of the gradients", whole.norm, parts.norm)
-        return None if self._chosen.are_alike else ""
+        return None if self._are_alike else ""
 
     def _explain(self, what: str, whole: float, parts: float) -> Optional[str]:
         kind, text, advice = explain(
@@ -352,7 +332,7 @@ class _Comparison:
         return self._say(what, whole, parts, text, advice)
 
     def _say(self, what: str, whole: float, parts: float, why: str, advice: str) -> str:
-        half, (first, second) = self._half, self._chosen.starts
+        half, (first, second) = self._half, self._starts
         samples = f"{first}-{second + half - 1}"
         if second > first + half:
             samples = " and ".join(f"{at}-{at + half - 1}" for at in (first, second))

@@ -279,13 +279,14 @@ class AllGenerators:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
 
-    def drawn(self, states: list[Any]) -> Tuple[bool, bool]:
-        """Whether PyTorch's generators, and whether others, are no more at some states."""
+    def have_moved(self, states: list[Any], but_for_torchs: bool = False) -> bool:
+        """Whether they are no more at some states; or whether others than PyTorch's are not."""
+        known = [True] * (1 + len(self._devices))
+        known += [isinstance(generator, torch.Generator) for generator in self._others]
         moved = [not is_same_state(a, b) for a, b in zip(self.states(), states)]
-        own = [True] * (1 + len(self._devices))
-        own += [isinstance(generator, torch.Generator) for generator in self._others]
-        others = moved[len(own) :] + [m for m, is_own in zip(moved, own) if not is_own]
-        return any(m for m, is_own in zip(moved, own) if is_own), any(others)
+        return any(moved[len(known) :]) or any(
+            m for m, is_torchs in zip(moved, known) if not (is_torchs and but_for_torchs)
+        )
 
 
 # ---- the snapshot ----
@@ -318,14 +319,9 @@ class Snapshot:
             if not kept.is_same(now := place.get())
         }
 
-    def draws(self) -> bool:
-        """Whether random numbers were drawn since."""
-        return any(self._generators.drawn(self._states))
-
-    def draws_unfixed(self, has_fixed: bool) -> bool:
-        """Whether some were that FixedDraws does not fix, where it has fixed others or has not."""
-        own, others = self._generators.drawn(self._states)
-        return others or (own and not has_fixed)
+    def draws(self, but_for_torchs: bool = False) -> bool:
+        """Whether random numbers were drawn since, by PyTorch's generators or by others alone."""
+        return self._generators.have_moved(self._states, but_for_torchs)
 
 
 def all_places(
