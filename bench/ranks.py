@@ -112,8 +112,7 @@ class Way:
                 growth=False,
                 window=False if "lockstep" in name else None,
             )
-        # A Step compares its loss at two cuts in the first batches, and then ever less often.
-        for _ in range(16 if name.endswith("Step") else 3):
+        for _ in range(3):  # a Step compares its loss at two cuts in the first ones
             self.run(setting.batch)
         setting.wait()
         self.held = setting.allocated() - before

@@ -234,6 +234,7 @@ class _TrainingStep:
             backward=self._run_backward,
             slice=self._part,
             length=self._cut.length,
+            within=self._cut.cut,
             shared={name: getattr(trainer, name) for name in _SHARED},
             loss_name="training_step",
             functions=[self._module.training_step],

@@ -291,6 +291,7 @@ class _TrainingStep:
             normalizer=lambda inputs: 1,  # losses are weighted here
             slice=self._part,
             length=self._cut.length,
+            within=self._cut.cut,
             shared={name: getattr(self._trainer.args, name) for name in _SHARED},
             loss_name="compute_loss",
             functions=[self._trainer.compute_loss],

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 
 import pytest
@@ -14,10 +15,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
 
 
 def cut_warnings(run):
+    """What it returns, and what is said, which is said of a line here."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run()
-    return result, [str(w.message) for w in caught if issubclass(w.category, rebatch.CutWarning)]
+    said = [w for w in caught if issubclass(w.category, rebatch.CutWarning)]
+    assert {w.filename for w in said} <= {__file__}
+    return result, [str(w.message) for w in said]
 
 
 def data_of(samples=64):
@@ -66,6 +70,12 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+def two_views(net, x, y):
+    """Two views of each sample, half a batch apart: both should be near."""
+    first, second = net(torch.cat([x[: len(x) // 2], x[len(x) // 2 :] + 1])).chunk(2)
+    return (first - second).square().mean()
+
+
 def fit(loss, limited=True, compares=True, **options):
     import rebatch.lightning
 
@@ -94,6 +104,12 @@ def test_lightning_warns_of_class_weights_and_not_of_a_mean():
     (_, texts) = cut_warnings(lambda: fit(weighted))
     assert len(texts) == 1 and "training_step depends on the cut" in texts[0]
     assert cut_warnings(lambda: fit(mean))[1] == []
+
+
+def test_lightning_compares_samples_that_lie_half_a_batch_apart():
+    (_, (text,)) = cut_warnings(lambda: fit(two_views))
+    first, second = re.search(r" of samples (\d+)-\d+ and (\d+)-", text).groups()
+    assert int(second) == int(first) + 8
 
 
 def test_lightnings_batch_ends_as_if_nothing_had_been_compared():

@@ -169,6 +169,43 @@ def test_after_lists_of_samples_a_small_one_is_one():
     assert len(cut.part(pieces(7, 7), 1, 1, 2)) == 1
 
 
+# ---- spans of samples ----
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda: torch.arange(12).reshape(6, 2),
+        lambda: (torch.arange(6), {"y": torch.arange(6), "scale": torch.tensor(2.0), "n": 3}),
+        lambda: (pieces(3, 1, 4, 1, 5, 9), [{"boxes": torch.zeros(i, 4)} for i in range(6)]),
+        lambda: [pieces(3, 1, 4, 1, 5, 9), torch.arange(6)],
+        lambda: {"x": numpy.arange(6), "names": list("abcdef"), "labels": torch.arange(6)},
+        lambda: {"x": torch.arange(6), "names": tuple("abcdef"), "size": (2, 3)},
+    ),
+)
+def test_spans_are_a_batch_of_which_the_parts_are_those_of_the_first(make):
+    batch, cut = make(), Cut()
+    samples = cut.length(batch)
+    expected = [cut.part(batch, first, 2, samples) for first in (4, 1)]
+    arranged = cut.arranged(batch, [(4, 2), (1, 2)], samples)
+    assert cut.length(arranged) == 4
+    for at, part in zip((0, 2), expected):
+        assert str(cut.part(arranged, at, 2, 4)) == str(part)
+
+
+def test_spans_are_joined_along_the_dimension_of_the_samples():
+    cut = Cut(dim=1)
+    batch = {"x": torch.arange(24).reshape(2, 4, 3), "y": torch.arange(4)}
+    arranged = cut.arranged(batch, [(3, 1), (0, 2)], cut.length(batch))
+    assert arranged["y"].tolist() == [3, 0, 1]
+    assert torch.equal(arranged["x"], batch["x"][:, [3, 0, 1]])
+
+
+def test_what_a_slice_of_the_programs_own_cuts_is_not_arranged():
+    cut = Cut(slice=lambda batch, first, count: batch[first : first + count], length=len)
+    assert cut.arranged(X, [(1, 1), (0, 1)], len(X)) is None
+
+
 # ---- samples in another dimension ----
 
 

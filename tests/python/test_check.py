@@ -224,6 +224,24 @@ def test_a_wrong_weight_in_16_bits_is_a_mistake():
     assert kinds(check("mlp", masked_mean, autocast=torch.bfloat16)) == ["cut"]
 
 
+@pytest.mark.parametrize("samples", (2, 4))
+def test_images_and_their_targets_are_no_samples(samples):
+    """As many fields as there are samples: the order of the samples alone is turned."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4)
+
+    def boxes(model, batch):
+        images, targets = batch
+        found = model(torch.stack([image.mean((1, 2)) for image in images]))
+        return torch.stack([(f - t["box"]).abs().mean() for f, t in zip(found, targets)]).mean()
+
+    images = [torch.randn(3, 6 + i, 8) for i in range(samples)]
+    targets = [{"box": torch.rand(4)} for _ in range(samples)]
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), boxes)
+    found = step.check((images, targets))
+    assert found, str(found)
+
+
 # ---- it leaves everything as it was ----
 
 

@@ -7,6 +7,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional
 
 import torch
 
+from rebatch.torch._batch import Cut
 from rebatch.torch._findings import accepted_kinds
 from rebatch.torch._report import Report
 from rebatch.torch._training import training_of
@@ -70,6 +71,7 @@ class Backward:
         functions: those of the program that loss_fn runs
         owners: objects beside the model that loss_fn may change
         aside: a context manager around runs of loss_fn that are no part of a batch
+        within: the Cut that `slice` cuts by
 
     The other arguments are those of Step."""
 
@@ -86,6 +88,7 @@ class Backward:
         functions: Optional[Sequence[Any]] = None,
         owners: Sequence[Any] = (),
         aside: Optional[Callable[[], ContextManager[Any]]] = None,
+        within: Optional[Cut] = None,
         **options: Any,
     ):
         named = {name: str(value) for name, value in (shared or {}).items()}
@@ -103,7 +106,7 @@ class Backward:
         program.update = _NoUpdate(model.parameters, optimizer, backward)
         program.loss_name, program.owners = loss_name, list(owners)
         program.functions = None if functions is None else list(functions)
-        program.aside = aside or program.aside
+        program.aside, program.cut.within = aside or program.aside, within
 
     @property
     def model(self) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import sys
 import types
 from collections.abc import Mapping
@@ -25,9 +27,12 @@ _PLAIN = frozenset((torch.Tensor,))
 
 def _is_plain(batch: Any) -> bool:
     """Whether it is a tuple of tensors that have samples: what most batches are."""
-    return type(batch) is tuple and _PLAIN.issuperset(map(type, batch)) and all(
-        map(torch.Tensor.dim, batch)
-    ) and len(batch) > 0
+    return (
+        type(batch) is tuple
+        and _PLAIN.issuperset(map(type, batch))
+        and all(map(torch.Tensor.dim, batch))
+        and len(batch) > 0
+    )
 
 
 def _is_array(value: Any) -> bool:
@@ -153,9 +158,20 @@ def _lists_of(batch: Any, reading: str) -> List[Any]:
     return [values for member in members for values in _lists(member)]
 
 
-def _slice_list(values: Any, first: int, count: int, length: int) -> Any:
+def _take(values: Any, spans: List[slice], dim: int) -> Any:
+    """Some spans of a tensor, one after another."""
+    parts = [values[(slice(None),) * dim + (span,)] for span in spans]
+    if len(parts) == 1:
+        return parts[0]
+    join = torch.cat if isinstance(values, torch.Tensor) else sys.modules["numpy"].concatenate
+    return join(parts, dim)
+
+
+def _take_entries(values: Any, spans: List[slice], length: int) -> Any:
     """A list without tensors has one entry for each sample, or is not about samples."""
-    return values[first : first + count] if len(values) == length else values
+    if len(values) != length:
+        return values
+    return functools.reduce(operator.add, (values[span] for span in spans))
 
 
 def _own_arrays(value: Any) -> Any:
@@ -219,6 +235,7 @@ class Cut:
             if not (function is None or callable(function)):
                 raise TypeError(f"rebatch: {name} is {function!r}: expected a function")
         self.dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
+        self.within: Optional[Cut] = None  # which `slice` cuts by
         self._reading = _FIELD  # of the batch whose length was asked for last
         self._has_samples = False  # a batch before had lists with one tensor a sample
 
@@ -282,18 +299,27 @@ class Cut:
         elif _is_plain(batch) and not self.dim:
             return tuple([tensor[first : first + count] for tensor in batch])
         else:
-            part = self._part(batch, first, count, length, self._reading)
+            part = self._part(batch, [slice(first, first + count)], length, self._reading)
         return _own_arrays(part) if "numpy" in sys.modules else part
 
-    def _part(self, batch: Any, first: int, count: int, length: int, reading: str) -> Any:
+    def arranged(self, batch: Any, spans: List[Tuple[int, int]], length: int) -> Any:
+        """A batch of some spans (first, count) of the samples of another, one after another. None
+        where a `slice` of the program's own cuts it."""
+        if self.within:
+            return self.within.arranged(batch, spans, length)
+        if self._slice:
+            return None
+        slices = [slice(first, first + count) for first, count in spans]
+        return self._part(batch, slices, length, self._reading)
+
+    def _part(self, batch: Any, spans: List[slice], length: int, reading: str) -> Any:
         def cut(value: Any) -> Any:
-            return self._part(value, first, count, length, _inner(reading))
+            return self._part(value, spans, length, _inner(reading))
 
         if _is_tensor(batch):
             if not len(batch.shape):
                 return batch
-            leading = (slice(None),) * _dim_of(batch, self.dim)
-            return batch[leading + (slice(first, first + count),)]
+            return _take(batch, spans, _dim_of(batch, self.dim))
         if isinstance(batch, Mapping):
             parts = {k: cut(v) for k, v in batch.items()}
             kind: Any = type(batch)
@@ -307,7 +333,7 @@ class Cut:
         if isinstance(batch, (list, tuple)):
             if _has_tensors(batch) and not _reads_samples(batch, reading):
                 return type(batch)(cut(v) for v in batch)
-            return _slice_list(batch, first, count, length)
+            return _take_entries(batch, spans, length)
         return batch
 
 

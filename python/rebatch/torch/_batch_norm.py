@@ -3,7 +3,7 @@ PyTorch refuses. Must not know how micro-batches run."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import torch
 
@@ -39,11 +39,3 @@ def with_rest(first: int, count: int, samples: int) -> int:
     if left == 1:
         return count + 1
     return 0 if left == 0 and count == 1 and first else count
-
-
-def join_rest(parts: List[Tuple[int, int]]) -> List[Tuple[int, int]]:
-    """The parts of a comparison, (first, count), without a last one of one sample."""
-    if len(parts) < 2 or parts[-1][1] > 1:
-        return parts
-    *before, (first, count), last = parts
-    return [*before, (first, count + last[1])]

@@ -4,7 +4,7 @@ the update. Must not know how a session is opened, and what is said of a step.""
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Tuple
 
 import torch
 
@@ -246,50 +246,57 @@ class Callbacks:
         self._reserve_update()
 
     def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
-        running, is_whole = self._running, self._is_whole
-        is_apart = running.program.is_fresh and not is_whole
-        loss: Optional[torch.Tensor] = None
-        if self._lockstep:
-            self._lockstep.begin_pass()
         try:
-            if running.loss is None and not is_whole:
-                running.loss = self._zero_loss()
-            loss, extras = running.weighted_loss(first, count, self._looked_at(first))
-            if running.loss is not None and loss.dtype == torch.float64 != running.loss.dtype:
-                self._loss_dtype, running.loss = loss.dtype, running.loss.double()
-            if not (is_apart or is_whole):
-                lib.rebatch_mutating(self.session.rb)
-                self.accumulators.expose(is_added_to=True)
-            total = running.loss + loss.detach().to(running.loss.device) if is_launching else None
-            noted = [(p, p._version) for p in self._hooked] if count < running.samples else []
-            with _nothing if total is None else self.accumulators.launching(total):
-                self._update.backward(loss)
-            if noted:
-                refuse_stepped(listed(running.program.model), noted)
-            detached, extras, loss = loss.detach(), kept(extras), None
+            loss, extras = self._pass(first, count, is_launching)
         except BaseException:
-            loss = None
             self._put_back()
             raise
         self._declare()
         self.session.succeeded()
-        if is_whole:
-            running.loss = detached.to(self.session.device, self._loss_dtype_of(detached))
-        else:
-            self._take_gradients(is_apart)
-            running.loss.add_(detached.to(running.loss.device))
+        self._add(loss)
         self._extras.append(extras)
 
-    def _take_gradients(self, is_apart: bool) -> None:
-        if is_apart:
+    def _pass(self, first: int, count: int, is_launching: bool) -> Tuple[torch.Tensor, Any]:
+        """Forward and backward. Returns the micro-batch's part of the loss, and what was beside
+        it."""
+        running = self._running
+        if self._lockstep:
+            self._lockstep.begin_pass()
+        if running.loss is None and not self._is_whole:
+            running.loss = self._zero_loss()
+        loss, extras = running.weighted_loss(first, count, self._looked_at(first))
+        if not (running.program.is_fresh or self._is_whole):
+            lib.rebatch_mutating(self.session.rb)
+            self.accumulators.expose(is_added_to=True)
+        total = self._with(loss.detach()) if is_launching else None
+        noted = [(p, p._version) for p in self._hooked] if count < running.samples else []
+        with _nothing if total is None else self.accumulators.launching(total):
+            self._update.backward(loss)
+        if noted:
+            refuse_stepped(listed(running.program.model), noted)
+        return loss.detach(), kept(extras)
+
+    def _with(self, loss: torch.Tensor) -> torch.Tensor:
+        """The losses of the batch so far, with that of a micro-batch."""
+        if self._loss_dtype != torch.float64 == loss.dtype:
+            self._loss_dtype = loss.dtype
+        loss = loss.to(self.session.device, self._loss_dtype)
+        so_far = self._running.loss
+        return loss if so_far is None else so_far.to(loss.dtype) + loss
+
+    def _add(self, loss: torch.Tensor) -> None:
+        """A micro-batch is accumulated."""
+        so_far = self._running.loss
+        if so_far is None or torch.float64 == loss.dtype != so_far.dtype:
+            self._running.loss = self._with(loss)
+        else:
+            so_far.add_(loss.to(so_far.device))
+        if self._is_whole:
+            return
+        if self._running.program.is_fresh:
             self.accumulators.add()
         else:
             self.accumulators.take_exposed()
-
-    def _loss_dtype_of(self, loss: torch.Tensor) -> torch.dtype:
-        if loss.dtype == torch.float64:
-            self._loss_dtype = loss.dtype
-        return self._loss_dtype
 
     def _looked_at(self, first: int) -> List[torch.nn.Parameter]:
         """Parameters to which loss_fn must give no gradient: not those in no optimizer of the Step,

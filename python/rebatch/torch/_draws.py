@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOST_SCALARS = 256
 _16_BIT = (torch.float16, torch.bfloat16)
+_SUMS = ("aten::mean", "aten::sum")
 
 
 def _pattern(out: torch.Tensor, middle: float, half_width: float) -> None:
@@ -105,11 +106,14 @@ class FixedDraws(TorchDispatchMode):
     is_fixed is False.
 
     `is_16_bit` is whether some operation computed in 16 bits; rounding() is that of the largest
-    scalar, such as a mean that is one of the terms of a loss."""
+    scalar, such as a mean that is one of the terms of a loss, or of its terms, which may cancel;
+    `has_fixed` is whether numbers were drawn that are the same now."""
+
+    supports_higher_order_operators = True  # they run as they are
 
     def __init__(self, is_fixed: bool = True):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_fixed, self.is_16_bit = is_fixed, False
+        self._is_fixed, self.is_16_bit, self.has_fixed = is_fixed, False, False
         self._scalars: List[torch.Tensor] = []
 
     def rounding(self) -> float:
@@ -118,22 +122,26 @@ class FixedDraws(TorchDispatchMode):
         found = [float(t.detach().abs()) * finfo(t.dtype).eps for t in self._scalars]
         return 4 * max((r for r in found if math.isfinite(r)), default=0.0)
 
-    def _note(self, out: Any) -> None:
+    def _note(self, out: Any, function: Any, arguments: tuple[Any, ...]) -> None:
         if not isinstance(out, torch.Tensor):
             return
         self.is_16_bit |= out.dtype in _16_BIT
         if out.dim() == 0 and out.is_floating_point() and len(self._scalars) < _MOST_SCALARS:
+            if function._schema.name in _SUMS and arguments[0].is_floating_point():
+                out = function(arguments[0].abs(), *arguments[1:])
             self._scalars.append(out)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
+        if not hasattr(function, "tags"):  # one of higher order, as flex_attention
+            return function(*arguments, **keywords)
         if self._is_fixed:
             arguments, keywords = _without_dropout(function, arguments, keywords)
         if not self._is_fixed or torch.Tag.nondeterministic_seeded not in function.tags:
             out = function(*arguments, **keywords)
-            self._note(out)
+            self._note(out, function, arguments)
             return out
         return self._draw(function, arguments, keywords)
 
@@ -144,6 +152,7 @@ class FixedDraws(TorchDispatchMode):
             x, p = given["input"], float(given["p"])
             return x / (1 - p) if p < 1 else x * 0, torch.ones_like(x, dtype=torch.bool)
         out = function(*arguments, **keywords)
+        self.has_fixed = True
         if name in _SETTERS and isinstance(out, torch.Tensor):
             _SETTERS[name](out, given)
         return out

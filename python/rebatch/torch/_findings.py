@@ -109,21 +109,27 @@ def accepted_kinds(accept: Any) -> FrozenSet[str]:
 
 
 def explain(
-    whole: float, smaller: float, largest: int, cut: int, has_normalizer: bool, name: str
+    whole: float,
+    smaller: float,
+    largest: int,
+    cut: int,
+    has_normalizer: bool,
+    name: str,
+    near: float = 0.05,
 ) -> Tuple[str, str, str]:
     """Of a loss, by the function of that name, at two cuts: the kind of the mistake, what is so,
-    and what to do."""
+    and what to do. `near` is how far a factor may be from that of a sum."""
     parts = largest / cut
     ratio = whole / smaller if smaller else 0.0
     if name == "compute_loss":  # its Trainer weights it
         return "cut", f"{name} depends on the cut", _ADVICE_TO_TRAINERS
-    if has_normalizer and abs(ratio * parts - 1) < 0.05:
+    if has_normalizer and abs(ratio * parts - 1) < near:
         return (
             "mean_with_normalizer",
             f"{name} returns a mean over its samples, although there is a normalizer",
             "return the sum",
         )
-    if not has_normalizer and abs(ratio / parts - 1) < 0.05:
+    if not has_normalizer and abs(ratio / parts - 1) < near:
         return (
             "sum",
             f"the loss is {parts:g} times as large in micro-batches that are {parts:g} times as "

@@ -161,8 +161,9 @@ class Accumulators:
     @torch.no_grad()
     def add(self) -> None:
         """Add the gradients in .grad. Allocates nothing where they are dense."""
-        if self._is_even():
-            torch._foreach_add_(self._sums, [p.grad for p in self._parameters])
+        even = self._even_gradients()
+        if even:
+            torch._foreach_add_(self._sums, even)
             self.clear()
             return
         sums, has_sum, take = self._sums, self._has_sum, self._taking()
@@ -189,13 +190,16 @@ class Accumulators:
         if copied:
             torch._foreach_copy_(places, copied)
 
-    def _is_even(self) -> bool:
-        """Whether each parameter has a dense sum and a dense gradient: what most micro-batches
-        add. The layouts of the sums are asked once."""
+    def _even_gradients(self) -> List[torch.Tensor]:
+        """Those of all parameters, where each has a dense one and a dense sum, as in most
+        micro-batches; else none. The layouts of the sums are asked once."""
         if not self._are_dense:
             self._are_dense = all(self._has_sum) and all(map(_is_dense, self._sums))
-        gradients = [p.grad for p in self._parameters]
-        return self._are_dense and all(g is not None and not g.is_sparse for g in gradients)
+        if not self._are_dense:
+            return []
+        found = [p.grad for p in self._parameters]
+        dense = [g for g in found if g is not None and g.layout is torch.strided]
+        return dense if len(dense) == len(found) else []
 
     def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return _taking(self._parameters[0].device if self._parameters else None)

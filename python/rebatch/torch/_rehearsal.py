@@ -21,7 +21,6 @@ from rebatch.torch._modules_off import (
     training_modules,
 )
 from rebatch.torch._program import Program, Running
-from rebatch.torch._rounding import in_reverse
 from rebatch.torch._snapshot import AllGenerators, Snapshot, all_places, optimizers_used_by
 from rebatch.torch._state import cuda_devices_of
 from rebatch.torch._undo import Undo
@@ -158,7 +157,9 @@ class Rehearsal:
         running = self._running
         batch = running.batch
         if is_reversed:
-            running.batch = in_reverse(batch, running.samples)
+            ones = [(at, 1) for at in reversed(range(running.samples))]
+            turned = self._program.cut.arranged(batch, ones, running.samples)
+            running.batch = batch if turned is None else turned
         mode = FixedDraws(is_fixed)
         try:
             off = [m for m in self._off if not (has_batch_norm and isinstance(m, BATCH_NORM))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,19 +31,3 @@ def _uses_tf32() -> bool:
 def tolerance(floor: float, measured: float) -> float:
     """From the difference between two orders of the same samples."""
     return min(max(floor, 4 * measured), _MOST * floor)
-
-
-def in_reverse(value: Any, count: int) -> Any:
-    """A batch's samples in the opposite order."""
-    if isinstance(value, torch.Tensor):
-        return value.flip(0) if value.dim() and len(value) == count else value
-    if isinstance(value, Mapping):
-        kind: Any = type(value)
-        return kind({k: in_reverse(v, count) for k, v in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(in_reverse(v, count) for v in value))
-    if isinstance(value, (list, tuple)):
-        if any(isinstance(v, torch.Tensor) for v in value):
-            return type(value)(in_reverse(v, count) for v in value)
-        return value[::-1] if len(value) == count else value
-    return value

@@ -4,7 +4,7 @@ input for time, and get one that follows the cut."""
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Set, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
 
@@ -25,9 +25,8 @@ class Sequences:
             if isinstance(module, _TIME_FIRST) and not module.batch_first
         }
         self.count = 0  # samples of the part that runs
-        # The shape of the input, by module and count.
-        self._follows: Dict[str, Dict[int, tuple[Any, ...]]] = {}
-        self._stays: Set[str] = set()  # modules whose input has another first dimension
+        # Of the module of a name: the count, and the shape of the input.
+        self._seen: Dict[str, List[Tuple[int, Tuple[int, ...]]]] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -44,22 +43,19 @@ class Sequences:
     def _hook_of(self, name: str) -> Any:
         def hook(_module: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]) -> None:
             given = arguments[0] if arguments else keywords.get("input", keywords.get("query"))
-            if not isinstance(given, torch.Tensor) or given.dim() != 3:
-                return
-            if given.shape[0] == self.count:
-                self._follows.setdefault(name, {})[self.count] = tuple(given.shape)
-            else:
-                self._stays.add(name)
+            if isinstance(given, torch.Tensor) and given.dim() == 3:
+                self._seen.setdefault(name, []).append((self.count, tuple(given.shape)))
 
         return hook
 
     def found(self) -> Tuple[str, str]:
         """Why such a module makes a difference, and what to do; or two empty texts."""
-        for name, shapes in self._follows.items():
-            are_others = any(shape[1] != count for count, shape in shapes.items())
-            if len(shapes) < 2 or name in self._stays or not are_others:
+        for name, seen in self._seen.items():
+            follows = all(shape[0] == count for count, shape in seen)
+            are_others = any(shape[1] != count for count, shape in seen)
+            if len({count for count, _ in seen}) < 2 or not follows or not are_others:
                 continue
-            count, shape = max(shapes.items())
+            count, shape = max(seen)
             return (
                 f"{name!r}, of type {type(self._modules[name]).__name__} with batch_first=False, "
                 f"takes the first dimension of its input for time, and that was cut: the input for "

@@ -285,8 +285,14 @@ class AllGenerators:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
 
-    def is_at(self, states: list[Any]) -> bool:
-        return all(is_same_state(a, b) for a, b in zip(self.states(), states))
+    def have_moved(self, states: list[Any], but_for_torchs: bool = False) -> bool:
+        """Whether they are no more at some states; or whether others than PyTorch's are not."""
+        known = [True] * (1 + len(self._devices))
+        known += [isinstance(generator, torch.Generator) for generator in self._others]
+        moved = [not is_same_state(a, b) for a, b in zip(self.states(), states)]
+        return any(moved[len(known) :]) or any(
+            m for m, is_torchs in zip(moved, known) if not (is_torchs and but_for_torchs)
+        )
 
 
 # ---- the snapshot ----
@@ -319,9 +325,9 @@ class Snapshot:
             if not kept.is_same(now := place.get())
         }
 
-    def draws(self) -> bool:
-        """Whether random numbers were drawn since."""
-        return not self._generators.is_at(self._states)
+    def draws(self, but_for_torchs: bool = False) -> bool:
+        """Whether random numbers were drawn since, by PyTorch's generators or by others alone."""
+        return self._generators.have_moved(self._states, but_for_torchs)
 
 
 def all_places(

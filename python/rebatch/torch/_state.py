@@ -65,7 +65,7 @@ class Generators:
 
     def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
         self._devices = list(devices)
-        self._always = [(torch.get_rng_state, torch.set_rng_state)]
+        self._always: List[Functions] = [(torch.get_rng_state, torch.set_rng_state)]
         self._always += [functions_of(generator) for generator in others]
         self._has_devices = not self._devices  # their generators are there once CUDA is initialized
         self._used: Dict[str, Functions] = {}

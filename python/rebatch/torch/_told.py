@@ -43,7 +43,7 @@ def _named_by(function: Any) -> Iterator[Tuple[str, Any]]:
     function = inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
     if owner is None and is_object(function):
-        owner, function = function, getattr(type(function), "__call__", None)
+        owner, function = function, inspect.getattr_static(type(function), "__call__", None)
     if owner is not None:
         yield "self", owner
     function = getattr(function, "__func__", function)

@@ -1,11 +1,22 @@
-"""What the modules of a model hold: parameters, buffers, and data in attributes, by reference."""
+"""What the modules of a model hold, by reference: parameters, buffers, and data in attributes."""
 
 from __future__ import annotations
 
 import collections
 import itertools
 from collections.abc import Mapping
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import torch
 

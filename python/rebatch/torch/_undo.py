@@ -347,9 +347,10 @@ class Undo:
 
     def _save_as_step(self, point: int) -> None:
         """What is saved of the step is what there is at the point."""
-        for saved in (self._copies, self._entries, self._states):
+        every: Tuple[Dict[int, Any], ...] = (self._copies, self._entries, self._states)
+        for saved in every:
             if GuardPoint.STEP in saved:
-                saved[point] = saved[GuardPoint.STEP]  # type: ignore[index]
+                saved[point] = saved[GuardPoint.STEP]
 
     def _look_at(self, point: int) -> None:
         is_first = self._is_training in self._unknown
@@ -492,8 +493,8 @@ class Undo:
     def _warn_of_late(self, names: List[str]) -> None:
         warnings.warn(
             f"rebatch: {_listed(names)} of the model changed in an attempt that failed, and in none "
-            f"of the first {_LOOKS} steps, so {'it stays' if len(names) == 1 else 'they stay'} as "
-            "that attempt left it: from now on it is put back",
+            f"of the first {_LOOKS} steps, so what that attempt changed there stays; what later "
+            "ones change is put back",
             RuntimeWarning,
             stacklevel=user_stacklevel(),
         )

@@ -16,14 +16,14 @@ class CutOrWhole:
     def __init__(self, options: Dict[str, Any]):
         asking = ("length", "micro_multiple_of", "micro_allowed")
         self._must_cut = any(options.get(name) for name in asking)
-        self._cut = cut_of(options)
+        self.cut = cut_of(options)
         self._why = ""  # the last batch cannot be cut
 
     def length(self, batch: Any) -> int:
         """Its samples."""
         self._why = ""
         try:
-            return self._cut.length(batch)
+            return self.cut.length(batch)
         except ValueError as error:
             if self._must_cut:
                 raise
@@ -32,7 +32,7 @@ class CutOrWhole:
 
     def part(self, batch: Any, first: int, count: int, samples: int) -> Any:
         """Some of them."""
-        return batch if self._why else self._cut.part(batch, first, count, samples)
+        return batch if self._why else self.cut.part(batch, first, count, samples)
 
     @contextlib.contextmanager
     def saying_why(self) -> Iterator[None]:
