@@ -228,10 +228,12 @@ class Callbacks:
             self.outputs = joined_where_it_fits(lambda: joined(self._extras), self._extras)
 
     def _run_nothing(self) -> None:
-        is_alone = self._lockstep is None
-        declare = lib.rebatch_mutating if is_alone else lib.rebatch_mutating_together
-        status = declare(self.session.rb)
-        if status and not is_alone:
+        """A micro-batch without samples. Lockstep keeps the collectives of the one before it."""
+        if not self._lockstep:
+            lib.rebatch_mutating(self.session.rb)
+            return
+        status = lib.rebatch_mutating_together(self.session.rb)
+        if status != c.Status.OK:
             raise Ended(status)
 
     def _finish_gradients(self) -> None:
