@@ -106,10 +106,9 @@ def test_one_rank_evaluates_and_checks_alone():
 
 
 def test_each_rank_compares_its_loss_at_two_cuts():
-    for found, size in zip(run("compared"), (8, 4)):
+    for found, half in zip(run("compared"), (4, 2)):  # there is no memory for 8 on rank 1
         (text,) = found["said"]
-        smaller = max(size // 4, 2)  # BatchNorm needs two
-        assert "sums over its samples" in text and f"micro-batches of {smaller}" in text
+        assert "sums over its samples" in text and f"micro-batches of {half}" in text
         assert found["same"]
 
 
