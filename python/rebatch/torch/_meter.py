@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -14,6 +14,9 @@ from rebatch.torch._weak import weakly
 # measurement resets PyTorch's peak statistics, which programs read, so there are few of them; the
 # first may count what is made once.
 _MEASUREMENTS = 2
+# After so many steps of a kind without an OOM the figures of a callback are read once in a step:
+# PyTorch takes some 10 microseconds for all of them.
+_ALIKE_STEPS = 8
 
 
 class UnknownMeter:
@@ -57,7 +60,9 @@ class NativeMeter:
         self._device = device
         self._measured: Dict[Tuple[int, int], int] = {}
         self._steps: Dict[tuple[Any, ...], int] = {}  # that were measured, by their kinds
-        self._is_measuring = self._is_measuring_step = False
+        self._is_measuring = self._is_measuring_step = self._reads_once = False
+        self._kept: Optional[dict[Any, Any]] = None  # the figures that were read last
+        self._is_fresh = False  # in this step
         self._retries_at_begin = 0
         self.asked_bytes = 0
         self.promised_bytes = 0  # of what is available: to an optimizer, whose state is yet to come
@@ -74,13 +79,18 @@ class NativeMeter:
         """Sizes may need other memory than was measured: after an OOM, or at another level."""
         self._measured.clear()
         self._steps.clear()
+        self._reads_once, self._kept = False, None
 
     def begin_step(self, kind: tuple[Any, ...]) -> None:
         """The first steps of a kind are measured whole: each of their callbacks. Another step has
         no peak, because a part of it is not measured."""
         times = self._steps.get(kind, 0)
         self._is_measuring_step = times < _MEASUREMENTS
-        if self._is_measuring_step:
+        self._reads_once = times >= _ALIKE_STEPS
+        if not (self._reads_once and self._is_fresh):
+            self._kept = None
+        self._is_fresh = False
+        if not self._reads_once:
             self._steps[kind] = times + 1
 
     def _statistics(self) -> dict[Any, Any]:
@@ -103,24 +113,33 @@ class NativeMeter:
             torch._C._cuda_resetPeakMemoryStats(self._device.index)
 
     def _read(self, out: Any, _user: Any) -> int:
-        statistics = self._statistics()
+        statistics = self._kept or self._statistics()
+        retries = statistics["num_alloc_retries"]
+        if self._reads_once and not self._is_measuring:
+            self._kept = statistics
+            self._is_fresh = True
         allocated = statistics["allocated_bytes"]["all"]
         out[0].live_bytes = allocated["current"]
-        if self.live_at_begin < 0:  # C reads the figures at once
+        is_begin = self.live_at_begin < 0  # C reads the figures at once
+        if is_begin:
             self.live_at_begin = allocated["current"]
             self.ooms_at_begin = statistics["num_ooms"]
-            self._retries_at_begin = statistics["num_alloc_retries"]
+        # Those of a step that reads once are counted in the next one.
+        out[0].retries = 0 if is_begin else retries - self._retries_at_begin
+        if not (is_begin and self._reads_once):
+            self._retries_at_begin = retries
         out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
         reserved = statistics["reserved_bytes"]["all"]
         out[0].reserved_bytes = reserved["current"]
         out[0].reserved_peak_bytes = reserved["peak"] if self._is_measuring else 0
         out[0].asked_bytes = self.asked_bytes
-        out[0].retries = statistics["num_alloc_retries"] - self._retries_at_begin
         return c.Status.OK
 
     def available_bytes(self) -> int:
         """Memory that can be allocated, but for what is promised."""
         statistics = self._statistics()
+        if self._reads_once:
+            self._kept, self._is_fresh = statistics, True
         allocated = statistics["allocated_bytes"]["all"]["current"]
         reserved = statistics["reserved_bytes"]["all"]["current"]
         free, total = torch.cuda.mem_get_info(self._device)
