@@ -46,6 +46,7 @@ class Callbacks:
         self._own_accumulators = Accumulators()  # of a rank that trains alone
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
+        self._hooked: List[torch.nn.Parameter] = []  # of these, where the batch is cut
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
         self._extras: List[Any] = []  # of the micro-batches that are accumulated
@@ -142,7 +143,7 @@ class Callbacks:
         running.audit.end()
         running.reached.end()
         running.end()
-        self._trained = self._kept = []
+        self._trained = self._kept = self._hooked = []
         self._extras.clear()
 
     # ---- what C calls ----
@@ -249,11 +250,13 @@ class Callbacks:
                 lib.rebatch_mutating(self.session.rb)
                 self.accumulators.expose(is_added_to=True)
             total = running.loss + loss.detach().to(running.loss.device) if is_launching else None
-            noted = hooked(self._trained) if count < running.samples else []
+            if first == 0:
+                self._hooked = hooked(self._trained) if count < running.samples else []
+            versions = [p._version for p in self._hooked]
             with _nothing if total is None else self.accumulators.launching(total):
                 self._update.backward(loss)
-            if noted:
-                refuse_stepped(listed(running.program.model), noted)
+            if versions:
+                refuse_stepped(listed(running.program.model), self._hooked, versions)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException as error:
             if loss is not None and count == running.samples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import Any, Container, Iterator, List, Sequence, Tuple
+from typing import Any, Container, Iterator, List, Sequence
 
 import torch
 
@@ -51,16 +51,19 @@ def _names_of(models: Sequence[torch.nn.Module], wanted: Container[int]) -> List
     ]
 
 
-def hooked(parameters: Sequence[torch.nn.Parameter]) -> List[Tuple[torch.nn.Parameter, int]]:
-    """Those with a hook that may step an optimizer within a backward pass, and their versions."""
-    return [(p, p._version) for p in parameters if p._post_accumulate_grad_hooks]
+def hooked(parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
+    """Those with a hook that may step an optimizer within a backward pass."""
+    return [p for p in parameters if p._post_accumulate_grad_hooks]
 
 
 def refuse_stepped(
-    models: Sequence[torch.nn.Module], noted: Sequence[Tuple[torch.nn.Parameter, int]]
+    models: Sequence[torch.nn.Module],
+    parameters: Sequence[torch.nn.Parameter],
+    versions: Sequence[int],
 ) -> None:
-    """Error where a hook has stepped, in the backward pass of a micro-batch that is no batch."""
-    changed = {id(p) for p, version in noted if p._version != version}
+    """Error where a hook has stepped, in the backward pass of a micro-batch that is no batch.
+    `versions` are those of before."""
+    changed = {id(p) for p, version in zip(parameters, versions) if p._version != version}
     if changed:
         names = _names_of(models, changed)
         more = f" and {len(names) - 3} others" if len(names) > 3 else ""
