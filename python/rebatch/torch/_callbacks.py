@@ -125,7 +125,7 @@ class Callbacks:
         running = self._running
         running.undo.end()
         running.end()
-        self._trained = self._kept = []
+        self._trained = self._kept = self._hooked = []
         self._extras.clear()
 
     # ---- what C calls ----
