@@ -25,7 +25,7 @@ from rebatch.torch._modules_off import (
     switched_off,
     training_modules,
 )
-from rebatch.torch._oom import is_oom, let_go
+from rebatch.torch._oom import failed_allocations, is_oom, let_go
 from rebatch.torch._program import Running
 from rebatch.torch._rounding import floors
 from rebatch.torch._sequences import Sequences
@@ -79,12 +79,13 @@ class FirstCut:
 
     def _text(self, running: Running, sizes: List[int], half: int) -> Optional[str]:
         """What is wrong; "": nothing; None: the comparison tells nothing."""
+        failed = failed_allocations()
         try:
             with running.program.aside():
                 return _Comparison(running, sizes, half).run()
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._is_tight = is_oom(error)
+            self._is_tight = is_oom(error, failed_allocations() > failed)
             let_go(error)
         if self._is_tight:
             return None
