@@ -42,23 +42,10 @@ def spirals(samples: int, device: torch.device):
     return points.to(device), kinds.to(device)
 
 
-class Counted:
-    """A model whose calls are counted. More samples than `oom_above` run out of memory, as they do
-    on a GPU by themselves."""
-
-    def __init__(self, model: Net, oom_above: int):
-        self.model, self.oom_above, self.sizes = model, oom_above, []
-
-    def __call__(self, points: torch.Tensor) -> torch.Tensor:
-        if self.oom_above and len(points) > self.oom_above:
-            raise torch.OutOfMemoryError("CUDA out of memory. (--oom-above)")
-        result = self.model(points)
-        self.sizes.append(len(points))
-        return result
-
-    def __str__(self) -> str:
-        calls = f"{len(self.sizes)} call{'s' * (len(self.sizes) != 1)}"
-        return f"{sum(self.sizes):,} samples in {calls} of at most {max(self.sizes):,}"
+def in_calls(report: rebatch.MapReport) -> str:
+    """What a report says of the calls."""
+    calls = f"{report.microbatches} call{'s' * (report.microbatches != 1)}"
+    return f"{report.samples:,} samples in {calls} of at most {report.micro:,}"
 
 
 def main() -> None:
@@ -72,10 +59,15 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Net().to(device)
-    counted = Counted(model, args.oom_above)
+
+    def in_little_room(points: torch.Tensor) -> torch.Tensor:
+        """More samples than --oom-above run out of memory, as they do on a GPU by themselves."""
+        if args.oom_above and len(points) > args.oom_above:
+            raise torch.OutOfMemoryError("CUDA out of memory. (--oom-above)")
+        return model(points)
 
     def loss_fn(_model, samples):
-        return F.cross_entropy(counted(samples[0]), samples[1])
+        return F.cross_entropy(in_little_room(samples[0]), samples[1])
 
     step = rebatch.Step(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_fn)
     for _ in range(args.steps):
@@ -83,17 +75,17 @@ def main() -> None:
     print(f"training: {args.steps} steps, loss {loss.item():.4f}")
 
     points, kinds = spirals(args.samples, device)
-    counted.sizes.clear()
-    print(f"step.evaluate: loss {step.evaluate((points, kinds)).item():.4f}; {counted}")
+    loss = step.evaluate((points, kinds)).item()
+    print(f"step.evaluate: loss {loss:.4f}; {in_calls(step.evaluation_report)}")
 
     def classify(points: torch.Tensor) -> torch.Tensor:
-        return counted(points).argmax(dim=1)
+        return in_little_room(points).argmax(dim=1)
 
     model.eval()  # map() leaves the mode to you
+    predict = rebatch.Map(classify)
     for _ in range(2):
-        counted.sizes.clear()
-        right = (rebatch.map(classify, points) == kinds).float().mean().item()
-        print(f"rebatch.map: {right:.1%} are right; {counted}")
+        right = (predict(points) == kinds).float().mean().item()
+        print(f"rebatch.Map: {right:.1%} are right; {in_calls(predict.report)}")
 
 
 if __name__ == "__main__":

@@ -64,19 +64,19 @@ class Model(torch.nn.Module):
 
 
 class Loss:
-    """The sum over the tokens that are predicted; counts what ran."""
+    """The sum over the tokens that are predicted, and beside it the shape of what ran."""
 
     def __init__(self, oom_above: int):
-        self.oom_above, self.ran = oom_above, []
+        self.oom_above = oom_above
 
-    def __call__(self, model: Model, part: Batch) -> torch.Tensor:
+    def __call__(self, model: Model, part: Batch) -> tuple[torch.Tensor, list]:
         if self.oom_above and part.tokens.numel() > self.oom_above:
             raise torch.OutOfMemoryError("CUDA out of memory. (--oom-above)")
         logits, targets = model(part.tokens[:, :-1]), part.tokens[:, 1:]
-        self.ran.append(tuple(part.tokens.shape))
-        return F.cross_entropy(
+        loss = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum"
         )
+        return loss, [tuple(part.tokens.shape)]
 
 
 def batches(args: argparse.Namespace, device: torch.device):
@@ -123,13 +123,12 @@ def main() -> None:
         length=lambda batch: len(batch.lengths),
     )
     for batch in batches(args, device):
-        loss_fn.ran.clear()
         loss = step(batch).item()
         print(
             f"step {step.report.step}: loss {loss:.4f} a token, "
             f"micro-batches: {step.report.microbatches}, OOMs: {step.report.ooms}"
         )
-    show(loss_fn.ran, batch)
+    show(step.outputs, batch)
 
 
 if __name__ == "__main__":

@@ -133,8 +133,9 @@ def test_a_hidden_generator_is_named():
 
     hidden = Unseen(torch.Generator())
     assert kinds(check("mlp", noisy)) == ["not_repeatable"]
-    hidden = [torch.Generator()]  # it is put back
-    assert kinds(check("mlp", noisy)) == []
+    hidden = [torch.Generator()]
+    assert kinds(check("mlp", noisy)) == ["not_repeatable"]
+    assert kinds(check("mlp", noisy, generators=hidden)) == []
 
 
 def test_dropout_is_a_note():

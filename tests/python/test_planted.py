@@ -275,8 +275,14 @@ PLANTED = {
     "target moved": (target_moved, "parameter", True),
     "weights clamped": (weights_clamped, "parameter", False),
     "batch in place": (batch_in_place, "batch", False),
-    "noise that grows with calls": (noise_that_grows_with_calls(), "cut", True),
+    "noise that grows with calls": (noise_that_grows_with_calls(), "cut after_oom", True),
     "mode toggled": (mode_toggled, "mode", False),
+    # What loss_fn changes outside of the model is not put back.
+    "own generator": (own_generator(), "not_repeatable", False),
+    "metric in a closure": (metric_in_a_closure(), "after_oom", False),
+    "metric in an object": (metric_in_an_object(), "after_oom", False),
+    "losses in a list": (losses_in_a_list(), "after_oom", False),
+    "counter in a global": (counter_in_a_global, "after_oom", False),
 }
 PLANTED_MODELS = {
     "BatchNorm": (only_a_batch_norm, "batch_norm", True),
@@ -289,12 +295,6 @@ CORRECT = {
     "NumPy's random": numpy_noise,
     "torch's random": torch_noise,
     "a scale drawn once a call": scale_drawn_once_a_call,
-    # What loss_fn reaches outside of the model is put back.
-    "own generator": own_generator(),
-    "metric in a closure": metric_in_a_closure(),
-    "metric in an object": metric_in_an_object(),
-    "losses in a list": losses_in_a_list(),
-    "counter in a global": counter_in_a_global,
 }
 
 

@@ -612,7 +612,7 @@ def test_rows_that_fail_at_a_smaller_cut_are_told(tmp_path):
         pass
 
     model = fails_above(seeded(gpt), 4, "forward")
-    with pytest.warns(rebatch.torch.CutWarning, match="as pairs do.*micro_multiple_of"):
+    with pytest.warns(rebatch.torch.CutWarning, match="a loss over pairs of samples"):
         train(tmp_path, model, Own, rows(), remove_unused_columns=False)
 
 

@@ -105,6 +105,7 @@ class Callbacks:
         running = self._running
         once_more("length", running.begin, batch)
         self._accumulated, self.is_applied = 0, False
+        self.session.saves_attempts = True
         running.loss = None
         once_more("normalizer", running.weigh)
         undo = running.undo
@@ -173,6 +174,7 @@ class Callbacks:
     def _zero_grad(self) -> None:
         running = self._running
         self._accumulated, self.is_applied = 0, False
+        self.session.saves_attempts = True
         if self._ranks:
             self._ranks.check_batches()
             self._ranks.restart()
@@ -217,6 +219,8 @@ class Callbacks:
             if not self._ranks:
                 self._finish_gradients()
             self._join_outputs()
+            # The update begins without calling the program.
+            self.session.saves_attempts = self._ranks is not None
         self._accumulated += count
         if self._ranks:
             self._ranks.note_micro(count)

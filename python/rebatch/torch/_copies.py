@@ -79,9 +79,15 @@ class Copies:
 
 
 def _copy(to: List[torch.Tensor], source: List[torch.Tensor]) -> None:
-    if to:
-        with torch.no_grad():
-            torch._foreach_copy_(to, source)
+    """PyTorch copies a list by few kernels where all of it has one type."""
+    kinds: Dict[Any, Tuple[List[torch.Tensor], List[torch.Tensor]]] = {}
+    for a, b in zip(to, source):
+        lists = kinds.setdefault((a.dtype, b.device), ([], []))
+        lists[0].append(a)
+        lists[1].append(b)
+    with torch.no_grad():
+        for lists in kinds.values():
+            torch._foreach_copy_(*lists)
 
 
 def copies_on_host(

@@ -38,9 +38,8 @@ _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 
 _RAISED_BY_PROGRAM = (
-    "\nThe program raised this OOM itself ({}). If a variable shall make it fail once only: a Step "
-    "puts back after each attempt what loss_fn has changed, that variable too, so it fails again; "
-    'docs/pytorch.md, "Try it on your script", has an injector that fails once.'
+    "\nThe program raised this OOM itself ({}), in each attempt. To see a recovery, let it fail once: "
+    "rebatch.testing.fail_once(model)"
 )
 
 
@@ -198,6 +197,8 @@ class Session:
         self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
+        self.saves_attempts = True  # False: nothing that guards save changes in the next callback
+        self._is_saved = True  # what there was before the callback that runs
         self.meter: Optional[Union[NativeMeter, UnknownMeter]] = None
         if not self.is_pooled:
             if self.is_cuda:
@@ -250,10 +251,12 @@ class Session:
             self.keep_error(error)
 
     def _save(self, point: int, _user: Any) -> int:
-        return self._run_guard("save", point)
+        self._is_saved = self.saves_attempts or point == c.GuardPoint.STEP
+        return self._run_guard("save", point) if self._is_saved else int(c.Status.OK)
 
     def _restore(self, point: int, _user: Any) -> int:
-        return self._run_guard("restore", point)
+        is_saved = self._is_saved or point == c.GuardPoint.STEP
+        return self._run_guard("restore", point) if is_saved else int(c.Status.OK)
 
     def _run_guard(self, action: str, point: int) -> int:
         status, self._said = c.Status.OK, c.last_error()  # a guard may fail to allocate

@@ -74,12 +74,12 @@ def _tensors_of(value: Any) -> List[torch.Tensor]:
     return [p for group in value.param_groups for p in group["params"]]
 
 
-def _mark(value: Any) -> Any:
-    """What changes where a value changes."""
+def _mark(value: Any, is_known: Callable[[Any], bool]) -> Any:
+    """What changes where a value changes, but for the tensors in it that are known."""
     if isinstance(value, torch.Tensor):
         return _tensor_mark(value)
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-        return [_tensor_mark(tensor) for tensor in _tensors_of(value)]
+        return [_tensor_mark(t) for t in _tensors_of(value) if not is_known(t)]
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else None
     if isinstance(value, types.GeneratorType):
@@ -127,14 +127,11 @@ def _marks_of(functions: Sequence[Any], is_known: Callable[[Any], bool]) -> Dict
                 found[name] = id(value)
                 for key, part in inner.items():
                     if not is_known(part):
-                        found[f"{name}.{key}"] = _entry_or_mark(part)
+                        is_atom = type(part) in ATOMS
+                        found[f"{name}.{key}"] = repr(part) if is_atom else _mark(part, is_known)
             else:
-                found[name] = _mark(value)
+                found[name] = _mark(value, is_known)
     return found
-
-
-def _entry_or_mark(value: Any) -> Any:
-    return repr(value) if type(value) in ATOMS else _mark(value)
 
 
 class Told:
