@@ -42,52 +42,50 @@ class Copies:
     def __init__(self) -> None:
         self._memory: Dict[Any, torch.Tensor] = {}
         self._given: Any = None  # the dict for which these are
-        self._of: List[torch.Tensor] = []
-        self._copies: List[torch.Tensor] = []
+        # Tensors and their copies, by kind: PyTorch copies a list by few kernels where all of it
+        # has one type.
+        self._kinds: List[Tuple[List[torch.Tensor], List[torch.Tensor]]] = []
 
     def save(self, tensors: Dict[Any, torch.Tensor]) -> None:
         """A dict that was given before has the tensors that it had."""
         if tensors is not self._given:
             self._prepare(tensors)
         try:
-            _copy(self._copies, self._of)
+            self._copy(to_tensors=False)
         except RuntimeError:  # some have another size now
             self._prepare(tensors)
-            _copy(self._copies, self._of)
+            self._copy(to_tensors=False)
 
     def _prepare(self, tensors: Dict[Any, torch.Tensor]) -> None:
         """Make memory for these, and give that of others back."""
         memory = {k: m for k, m in self._memory.items() if _is_for(m, tensors.get(k))}
-        self._memory, self._of, self._copies = memory, [], []
+        kinds: Dict[Any, Tuple[List[torch.Tensor], List[torch.Tensor]]] = {}
         for key, tensor in tensors.items():
             if key not in memory:
                 if not _can_be_written(tensor):
                     continue
                 memory[key] = memory_like(tensor)
-            self._of.append(tensor)
-            self._copies.append(memory[key])
-        self._given = tensors
+            own, copies = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
+            own.append(tensor)
+            copies.append(memory[key])
+        self._memory, self._kinds, self._given = memory, list(kinds.values()), tensors
+
+    def _copy(self, to_tensors: bool) -> None:
+        if not self._kinds:
+            return
+        with torch.no_grad():
+            for own, copies in self._kinds:
+                torch._foreach_copy_(*((own, copies) if to_tensors else (copies, own)))
 
     def restore(self) -> None:
-        for tensor, saved in zip(self._of, self._copies):
-            if tensor.shape != saved.shape:  # it was resized
-                tensor.data = saved.to(tensor.device, copy=True)
-        _copy(self._of, self._copies)
+        for own, copies in self._kinds:
+            for tensor, saved in zip(own, copies):
+                if tensor.shape != saved.shape:  # it was resized
+                    tensor.data = saved.to(tensor.device, copy=True)
+        self._copy(to_tensors=True)
 
     def has(self) -> set[Any]:
-        return {id(tensor) for tensor in self._of}
-
-
-def _copy(to: List[torch.Tensor], source: List[torch.Tensor]) -> None:
-    """PyTorch copies a list by few kernels where all of it has one type."""
-    kinds: Dict[Any, Tuple[List[torch.Tensor], List[torch.Tensor]]] = {}
-    for a, b in zip(to, source):
-        lists = kinds.setdefault((a.dtype, b.device), ([], []))
-        lists[0].append(a)
-        lists[1].append(b)
-    with torch.no_grad():
-        for lists in kinds.values():
-            torch._foreach_copy_(*lists)
+        return {id(tensor) for own, _ in self._kinds for tensor in own}
 
 
 def copies_on_host(

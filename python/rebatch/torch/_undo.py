@@ -492,9 +492,9 @@ class Undo:
 
     def _warn_of_late(self, names: List[str]) -> None:
         warnings.warn(
-            f"rebatch: {_listed(names)} of the model changed in an attempt that failed, and in none "
-            f"of the first {_LOOKS} steps, so what that attempt changed there stays; what later "
-            "ones change is put back",
+            f"rebatch: {_listed(names)} of the model changed in an attempt that failed, and in "
+            f"none of the first {_LOOKS} steps, so what that attempt changed there stays; what "
+            "later ones change is put back",
             RuntimeWarning,
             stacklevel=user_stacklevel(),
         )
