@@ -96,6 +96,22 @@ def test_failures_that_come_again_exhaust_the_sizes():
     assert same_bits(state_of(model), before)
 
 
+def test_a_program_that_raises_an_oom_in_each_attempt_hears_of_it():
+    """A flag of the model is put back."""
+    model, batch, step = made()
+    model.has_failed = False
+
+    def loss_fn(model, samples):
+        if not model.has_failed:
+            model.has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory (mine)")
+        return model(samples[0]).mean()
+
+    step.loss_fn = loss_fn
+    with pytest.raises(rebatch.Exhausted, match=r"\(loss_fn, .*\).* rebatch.testing.fail_once\(\)"):
+        step(batch)
+
+
 def test_a_copy_of_the_model_counts_for_itself():
     model = torch.nn.Linear(2, 2)
     with fail_once(model, call=2) as failing:

@@ -38,9 +38,8 @@ _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 
 _RAISED_BY_PROGRAM = (
-    "\nThe program raised this OOM itself ({}). If a variable shall make it fail once only: a Step "
-    "puts back after each attempt what loss_fn has changed, that variable too, so it fails again; "
-    'docs/pytorch.md, "Try it on your script", has an injector that fails once.'
+    "\nThe program raised this OOM itself ({}). To fail once use rebatch.testing.fail_once(): an "
+    "attribute of the model that says so is put back after each attempt, which then fails again."
 )
 
 
