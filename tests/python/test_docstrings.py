@@ -7,6 +7,7 @@ import re
 import pytest
 
 import rebatch.plot
+import rebatch.testing
 import rebatch.torch
 
 ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
@@ -14,7 +15,11 @@ ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
 
 def public_objects():
     """(name, object) of what programs use, with public members of classes."""
-    modules = [(rebatch.torch, rebatch.torch.__all__), (rebatch.plot, ["draw"])]
+    modules = [
+        (rebatch.torch, rebatch.torch.__all__),
+        (rebatch.plot, ["draw"]),
+        (rebatch.testing, ["fail_once", "Failing"]),
+    ]
     for module, names in modules:
         for name in names:
             found = getattr(module, name)

@@ -1,5 +1,6 @@
 """What an attempt changed is put back, whatever it was, or named before an update uses it."""
 
+import contextlib
 import gc
 import random
 import warnings
@@ -12,6 +13,7 @@ import torch
 import rebatch.torch as rebatch
 import trainings
 from models import Unseen, same_bits
+from rebatch.testing import fail_once
 from trainings import TRAININGS, in_little_room, room
 
 
@@ -684,3 +686,155 @@ def test_a_hook_that_only_looks_is_no_such_optimizer():
     room.update(samples=4, where="end")
     step(batch_of(0))
     assert step.report.micro == 4 and len(norms) >= 8
+
+
+# ---- what begins to change after the steps in which everything is looked at ----
+
+
+class Count:
+    """An object of the program that a module holds."""
+
+    def __init__(self):
+        self.n = 0
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls from that step on, in `seen` or in an object."""
+
+    def __init__(self, begins, is_in_object=False):
+        super().__init__()
+        self.net, self.norm = torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(8)
+        self.begins, self.count, self.seen = begins, Count(), 0
+        self.step, self.is_in_object = Unseen(0), is_in_object
+
+    def forward(self, x):
+        if self.step[0] >= self.begins:
+            if self.is_in_object:
+                self.count.n += 1
+            else:
+                self.seen += 1
+        return self.net(self.norm(x))
+
+
+def fail_in(model, module, steps, *, ooms_in=(), call=1, loss_fn=trainings._classify, is_run=True):
+    """Train, with an OOM in that call of a module in some steps; without `is_run` one step runs at
+    the size that would follow instead. Returns what was warned of."""
+    torch.manual_seed(0)
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet", growth=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(steps):
+            if hasattr(model, "step"):
+                model.step[0] = i
+            if i in ooms_in and not is_run:
+                step.load_state_dict({**step.state_dict(), "micro": 8})
+            with fail_once(module, call) if i in ooms_in and is_run else contextlib.nullcontext():
+                step(batch_of(i))
+            assert step.report.ooms == (i in ooms_in and is_run)
+            assert step.report.micro == 16 >> sum(at <= i for at in ooms_in)
+    return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+
+MICROBATCHES = (1, 1, 1, 1, 1, 2, 2, 4)  # of each step, with OOMs in steps 5 and 7
+
+
+@pytest.mark.parametrize("name", ("seen", "count"))
+@pytest.mark.parametrize("begins", (0, 5))
+def test_an_attribute_that_begins_to_change_late_is_named_and_from_then_on_put_back(name, begins):
+    seed_all()
+    model = Counting(begins, name == "count")
+    said = fail_in(model, model.net, 8, ooms_in=(5, 7))
+    late = begins == 5  # what failed first was not known, and stays
+    assert (model.count.n if name == "count" else model.seen) == sum(MICROBATCHES[begins:]) + late
+    assert [text.split(" changed")[0] for text in said] == late * [
+        f"rebatch: '{name}' of the model"
+    ]
+
+
+@pytest.mark.parametrize("begins", (0, 5))
+def test_a_global_generator_that_is_first_used_late_is_named_and_from_then_on_put_back(begins):
+    drawn = []
+
+    def loss_fn(model, samples):
+        if model.step[0] >= begins:
+            drawn.append(random.random())
+        return trainings._classify(model, samples)
+
+    seed_all()
+    model = Counting(99)
+    said = fail_in(model, model.net, 8, ooms_in=(5, 7), loss_fn=loss_fn)
+    said = [text for text in said if "draws from" in text]
+    assert [text.split(" for the first")[0] for text in said] == (begins == 5) * [
+        "rebatch: loss_fn draws from random"
+    ]
+    # The numbers of a failed attempt are drawn again, unless nobody knew of them.
+    lost = begins == 5
+    assert len(set(drawn)) == sum(MICROBATCHES[begins:]) + lost
+    assert drawn.count(drawn[-4]) == 2  # in the attempt of step 7 that failed, and after it
+
+
+def fgm(model, samples):
+    """Trains on a perturbed weight too: a change through .data, which is taken back."""
+    loss = trainings._classify(model, samples)
+    weight = model[0].weight
+    (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    before = weight.data.clone()
+    weight.data.add_(0.5 * gradient / gradient.norm())
+    loss = loss + trainings._classify(model, samples)
+    weight.data.copy_(before)
+    return loss
+
+
+@pytest.mark.parametrize("in_step", (0, 1, 2, 5))
+def test_a_weight_that_loss_fn_perturbs_and_restores_is_put_back(in_step):
+    """In the first attempt of all no copy of a trained parameter is made: that is an error."""
+    states = []
+    for is_run in (True, False):
+        seed_all()
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+        options = dict(ooms_in=(in_step,), call=2, loss_fn=fgm, is_run=is_run)
+        if in_step == 0 and is_run:
+            others = [p.clone() for p in list(model.parameters())[1:]]
+            with pytest.raises(rebatch.Error, match="'0.weight' changed in place in an attempt"):
+                fail_in(model, model[1], 1, **options)
+            assert same_bits(list(model.parameters())[1:], others)
+            return
+        said = fail_in(model, model[1], in_step + 2, **options)
+        assert said == []
+        states.append(all_state(model))
+    assert same_bits(*states)
+
+
+def test_modes_and_flags_that_loss_fn_flips_and_flips_back_are_put_back():
+    """An OOM between."""
+
+    def loss_fn(model, samples):
+        loss = trainings._classify(model, samples)
+        model.norm.eval()
+        model.net.weight.requires_grad_(False)
+        loss = loss + trainings._classify(model, samples)
+        model.norm.train()
+        model.net.weight.requires_grad_(True)
+        return loss
+
+    states = []
+    for is_run in (True, False):
+        seed_all()
+        model = Counting(99)
+        said = fail_in(model, model.net, 7, ooms_in=(5,), call=2, loss_fn=loss_fn, is_run=is_run)
+        assert said == [] and model.norm.training and model.net.weight.requires_grad
+        states.append(all_state(model))
+    assert same_bits(*states)
+
+
+def test_buffers_of_batch_norm_are_put_back_in_a_settled_step():
+    states = []
+    for is_run in (True, False):
+        seed_all()
+        model = Counting(99)
+        said = fail_in(model, model.net, 7, ooms_in=(5,), is_run=is_run)
+        assert said == []
+        states.append(all_state(model))
+    assert same_bits(*states) and model.norm.num_batches_tracked == 5 + 2 * 2

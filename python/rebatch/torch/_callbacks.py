@@ -109,6 +109,7 @@ class Callbacks:
         running.loss = None
         once_more("normalizer", running.weigh)
         undo = running.undo
+        running.told.begin()
         undo.begin(batch, is_training)
         self._trained, self._kept = self._update.with_gradients(undo.tree.entries())
         if self._ranks and self._ranks.window:

@@ -38,8 +38,8 @@ _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 
 _RAISED_BY_PROGRAM = (
-    "\nThe program raised this OOM itself ({}), in each attempt. To see a recovery, let it fail "
-    "once: rebatch.testing.fail_once(model)"
+    "\nThe program raised this OOM itself ({}). To fail once use rebatch.testing.fail_once(): an "
+    "attribute of the model that says so is put back after each attempt, which then fails again."
 )
 
 

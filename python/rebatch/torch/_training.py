@@ -350,7 +350,11 @@ def training_of(
         return ranks.window.trained() if ranks and ranks.window else program.update.parameters
 
     undo = Undo(named_modules(model), parts, changed_by_updates)
-    told = Told(program.functions_that_run, lambda: undo.handled() | program.handled())
+    told = Told(
+        program.functions_that_run,
+        lambda: undo.handled() | program.handled(),
+        lambda: program.loss_name,
+    )
     running = Running(program, undo, told)
     running.has_ranks = ranks is not None
     running.has_window = ranks is not None and ranks.window is not None

@@ -170,6 +170,12 @@ def _has_hook(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def _parameters_of(part: Any) -> List[torch.Tensor]:
+    """Of an optimizer; another object has none."""
+    groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
+    return [p for group in groups for p in group["params"]]
+
+
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} others" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
@@ -290,6 +296,7 @@ class Undo:
         found = [*self.tree.modules, *self.tree.take().tensors, *(part for _, part in self.state)]
         found += [b for table in self.tree.buffers for b in table.values()]
         found += [tensor for _, tensor in batch_tensors(self._given)]
+        found += [p for part in self._objects for p in _parameters_of(part)]
         return {id(part) for part in found}
 
     # ---- what is copied ----
@@ -311,9 +318,7 @@ class Undo:
         }
         tensors.update(self._own_tensors)
         for i, part in enumerate(self._objects):
-            if isinstance(part, torch.optim.Optimizer):
-                held = [p for group in part.param_groups for p in group["params"]]
-                tensors.update({(i, j): p for j, p in enumerate(held)})
+            tensors.update({(i, j): p for j, p in enumerate(_parameters_of(part))})
         tensors.update((key, place.tensor()) for key, place in self._known.items())
         tensors.update((name, t) for name, t in self._batch if name in self._known_in_batch)
         self._copied = {key: t for key, t in tensors.items() if t is not None}

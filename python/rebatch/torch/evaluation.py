@@ -95,7 +95,12 @@ class Map:
         self.model = model
         self.report = MapReport()
         self._undo = Undo(modules_used_by(model), copies_first=False)
-        self._told = Told(lambda: [model], self._undo.handled)
+        self._told = Told(
+            lambda: [model],
+            self._undo.handled,
+            lambda: "the function of a map",
+            "return the value with the result",
+        )
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
@@ -103,6 +108,7 @@ class Map:
         session = _session_of(_device_of(self.model, inputs))
         before, _running.parts = _running.parts, (self._told, self._undo)
         try:
+            self._told.begin()
             self._undo.begin(inputs)
             results, self.report, status = run_map(
                 session, self.model, inputs, samples, _key_of(self.model), self._cut

@@ -1,0 +1,643 @@
+"""What loss_fn changes outside of the model is told, once, and is not put back."""
+
+import argparse
+import collections
+import functools
+import itertools
+import logging
+import random
+import types
+import warnings
+
+import numpy
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from models import out_of_memory, same_bits
+from rebatch.testing import fail_once
+
+# Some change what an update depends on, and so does the cut then.
+pytestmark = pytest.mark.filterwarnings("ignore::rebatch.torch.CutWarning")
+
+
+def model_of():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+
+
+def batch_of(i):
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, generator=generator)
+
+
+def plain(model, samples):
+    return (model(samples[0])[:, 0] - samples[1]).square().mean()
+
+
+def step_of(model, loss_fn, **options):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return rebatch.Step(model, optimizer, loss_fn, log_level="quiet", growth=False, **options)
+
+
+def said(body):
+    """The RuntimeWarnings of this package."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        body()
+    texts = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+    return [text for text in texts if text.startswith("rebatch")]
+
+
+# ---- flags, which a newcomer makes a loss_fn fail with ----
+
+
+def fail_at(count, number):
+    if count == number:
+        out_of_memory(None)
+
+
+def in_a_list(number):
+    flag = [0]
+
+    def loss_fn(model, samples):
+        flag[0] += 1
+        fail_at(flag[0], number)
+        return plain(model, samples)
+
+    return loss_fn, "flag"
+
+
+def of_a_global(number):
+    global calls_of_it
+    calls_of_it = 0
+
+    def loss_fn(model, samples):
+        global calls_of_it
+        calls_of_it += 1
+        fail_at(calls_of_it, number)
+        return plain(model, samples)
+
+    return loss_fn, "calls_of_it"
+
+
+def of_the_function(number):
+    def loss_fn(model, samples):
+        loss_fn.calls += 1
+        fail_at(loss_fn.calls, number)
+        return plain(model, samples)
+
+    loss_fn.calls = 0
+    return loss_fn, "loss_fn.calls"
+
+
+def of_a_variable_around_it(number):
+    calls = 0
+
+    def loss_fn(model, samples):
+        nonlocal calls
+        calls += 1
+        fail_at(calls, number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+class Counter:
+    def __init__(self, number):
+        self.calls, self.number = 0, number
+
+    def count(self):
+        self.calls += 1
+        fail_at(self.calls, self.number)
+
+    def __call__(self, model, samples):
+        self.count()
+        return plain(model, samples)
+
+    def loss(self, model, samples):
+        return self(model, samples)
+
+
+def of_a_callable_object(number):
+    return Counter(number), "self.calls"
+
+
+def of_an_object_whose_method_it_is(number):
+    return Counter(number).loss, "self.calls"
+
+
+def of_an_object(number):
+    counter = Counter(number)
+
+    def loss_fn(model, samples):
+        counter.count()
+        return plain(model, samples)
+
+    return loss_fn, "counter.calls"
+
+
+def of_a_namespace(number):
+    given = argparse.Namespace(calls=0)
+
+    def loss_fn(model, samples):
+        given.calls += 1
+        fail_at(given.calls, number)
+        return plain(model, samples)
+
+    return loss_fn, "given.calls"
+
+
+def of_itertools(number):
+    calls = itertools.count(1)
+
+    def loss_fn(model, samples):
+        fail_at(next(calls), number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+def in_a_dict(number):
+    calls = collections.Counter()
+
+    def loss_fn(model, samples):
+        calls["all"] += 1
+        fail_at(calls["all"], number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+def in_a_set(number):
+    calls = set()
+
+    def loss_fn(model, samples):
+        calls.add(len(calls))
+        fail_at(len(calls), number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+def in_a_deque(number):
+    calls = collections.deque([0], maxlen=1)
+
+    def loss_fn(model, samples):
+        calls.append(calls[0] + 1)
+        fail_at(calls[0], number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+def in_a_default(number):
+    def loss_fn(model, samples, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        fail_at(calls[0], number)
+        return plain(model, samples)
+
+    return loss_fn, "a default of loss_fn()"
+
+
+def in_a_partial(number):
+    def loss_fn(model, samples, calls):
+        calls[0] += 1
+        fail_at(calls[0], number)
+        return plain(model, samples)
+
+    return functools.partial(loss_fn, calls=[0]), "calls"
+
+
+def in_a_tensor(number):
+    calls = torch.zeros(())
+
+    def loss_fn(model, samples):
+        fail_at(calls.add_(1).item(), number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+def in_an_array(number):
+    calls = numpy.zeros(1)
+
+    def loss_fn(model, samples):
+        calls[0] += 1
+        fail_at(calls[0], number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+def in_a_buffer_of_another_module(number):
+    teacher = torch.nn.BatchNorm1d(8)
+
+    def loss_fn(model, samples):
+        teacher(samples[0])
+        fail_at(teacher.num_batches_tracked.item(), number)
+        return plain(model, samples)
+
+    return loss_fn, "teacher"
+
+
+class Metric(torch.nn.Module):
+    """As torchmetrics has them: the states are attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def update(self):
+        self.total = self.total + 1
+
+
+def in_an_attribute_of_another_module(number):
+    metric = Metric()
+
+    def loss_fn(model, samples):
+        metric.update()
+        fail_at(metric.total.item(), number)
+        return plain(model, samples)
+
+    return loss_fn, "metric"
+
+
+def in_an_iterator_of_a_list(number):
+    left = iter(range(1, 99))
+
+    def loss_fn(model, samples):
+        fail_at(next(left), number)
+        return plain(model, samples)
+
+    return loss_fn, "left"
+
+
+def in_a_generator_function(number):
+    def counted():
+        for i in range(1, 99):
+            yield i
+
+    calls = counted()
+
+    def loss_fn(model, samples):
+        fail_at(next(calls), number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
+FLAGS = [
+    in_a_list,
+    of_a_global,
+    of_the_function,
+    of_a_variable_around_it,
+    of_a_callable_object,
+    of_an_object_whose_method_it_is,
+    of_an_object,
+    of_a_namespace,
+    of_itertools,
+    in_a_dict,
+    in_a_set,
+    in_a_deque,
+    in_a_default,
+    in_a_partial,
+    in_a_tensor,
+    in_an_array,
+    in_a_buffer_of_another_module,
+    in_an_attribute_of_another_module,
+    in_an_iterator_of_a_list,
+    in_a_generator_function,
+]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("in_step", (0, 1, 4))
+def test_a_flag_that_fails_once_does_so_and_is_told_once(flag, in_step):
+    loss_fn, name = flag(in_step + 1)
+    model, ooms = model_of(), []
+    step = step_of(model, loss_fn)
+
+    def train():
+        for i in range(in_step + 3):
+            with fail_once(model) if i == in_step + 2 else warnings.catch_warnings():
+                step(batch_of(i))
+            ooms.append(step.report.ooms)
+
+    (text,) = said(train)
+    assert ooms == [*[0] * in_step, 1, 0, 1]
+    assert text.startswith(f"rebatch: loss_fn changes '{name}' outside of the model")
+    assert "state=[...]" in text and "beside the loss" in text
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_without_an_oom_nothing_is_told(flag):
+    step = step_of(model_of(), flag(0)[0], micro_start=8)
+    assert said(lambda: [step(batch_of(i)) for i in range(5)]) == []
+
+
+# ---- what changes by being used ----
+
+
+def a_generator_of_python():
+    draw = random.Random(0)
+    return draw, lambda model, samples: plain(model, samples) * (1 + draw.random())
+
+
+def a_generator_of_numpy():
+    draw = numpy.random.default_rng(0)
+    return draw, lambda model, samples: plain(model, samples) * (1 + draw.random())
+
+
+def an_old_generator_of_numpy():
+    draw = numpy.random.RandomState(0)
+    return draw, lambda model, samples: plain(model, samples) * (1 + draw.rand())
+
+
+def a_generator_of_pytorch():
+    draw = torch.Generator()
+    return draw, lambda model, samples: plain(model, samples) * torch.rand((), generator=draw)
+
+
+GENERATORS = [
+    a_generator_of_python,
+    a_generator_of_numpy,
+    an_old_generator_of_numpy,
+    a_generator_of_pytorch,
+]
+
+
+@pytest.mark.parametrize("made", GENERATORS)
+@pytest.mark.parametrize("is_given", (False, True))
+def test_a_generator_is_told_unless_it_is_given(made, is_given):
+    draw, loss_fn = made()
+    model = model_of()
+    step = step_of(model, loss_fn, generators=[draw] if is_given else [])
+    with fail_once(model, call=3):
+        texts = said(lambda: [step(batch_of(i)) for i in range(4)])
+    assert step.report.micro == 8
+    assert [text.split(" outside")[0] for text in texts] == (
+        [] if is_given else ["rebatch: loss_fn changes 'draw'"]
+    )
+
+
+def critic_of():
+    torch.manual_seed(1)
+    critic = torch.nn.Linear(8, 1)
+    return critic, torch.optim.Adam(critic.parameters(), 0.01)
+
+
+def with_a_critic(critic, optimizer):
+    """A loss_fn that trains another network by itself."""
+
+    def loss_fn(model, samples):
+        optimizer.zero_grad()
+        critic(samples[0]).square().mean().backward()
+        optimizer.step()
+        return plain(model, samples) + critic(samples[0]).detach().mean()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("in_step", (0, 1, 3))
+def test_an_optimizer_that_loss_fn_steps_is_told(in_step):
+    model, (critic, optimizer) = model_of(), critic_of()
+    step = step_of(model, with_a_critic(critic, optimizer))
+
+    def train():
+        for i in range(in_step + 2):
+            with fail_once(model) if i >= in_step else warnings.catch_warnings():
+                step(batch_of(i))
+
+    (text,) = said(train)
+    assert "'critic'" in text and "'optimizer'" in text
+
+
+@pytest.mark.parametrize("in_step", (0, 1, 3, 5))
+@pytest.mark.parametrize("more", (False, True))
+def test_an_optimizer_in_state_is_put_back_to_the_bit(in_step, more):
+    """With its parameters, which it names, whether the module is given too or not."""
+    states = []
+    for fails in (True, False):
+        model, (critic, optimizer) = model_of(), critic_of()
+        state = [optimizer, critic] if more else [optimizer]
+        step = step_of(model, with_a_critic(critic, optimizer), state=state)
+
+        def train():
+            for i in range(in_step + 2):
+                if i == in_step and not fails:
+                    step.load_state_dict({**step.state_dict(), "micro": 8})
+                with fail_once(model) if fails and i == in_step else warnings.catch_warnings():
+                    step(batch_of(i))
+
+        texts = said(train)
+        assert [text for text in texts if "'optimizer'" in text or "'critic'" in text] == []
+        held = [s["exp_avg"] for s in optimizer.state.values()]
+        held += [s["step"] for s in optimizer.state.values()]
+        states.append([*model.parameters(), *critic.parameters(), *held])
+        assert step.report.micro == 8
+    assert same_bits(*states)
+
+
+@pytest.mark.parametrize("in_step", (0, 4))
+def test_gradients_of_what_no_optimizer_of_the_step_has_are_told(in_step):
+    model, judge = model_of(), torch.nn.Linear(1, 1)
+    scales = [torch.ones((), requires_grad=True)]
+
+    def loss_fn(model, samples):
+        return plain(model, samples) * scales[0] + judge(model(samples[0])).square().mean()
+
+    step = step_of(model, loss_fn)
+
+    def train():
+        for i in range(in_step + 2):
+            with fail_once(model) if i >= in_step else warnings.catch_warnings():
+                step(batch_of(i))
+
+    (text,) = said(train)
+    assert text.startswith(
+        "rebatch: loss_fn changes 'gradients of judge', 'gradients of scales' out"
+    )
+
+
+# ---- what is no such change ----
+
+
+class Lit(torch.nn.Module):
+    """Like Lightning's: loss_fn is a method of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen, self.log = model_of(), 0, {}
+
+    def training_step(self, _model, samples):
+        self.seen += 1
+        self.log["loss"] = loss = plain(self.net, samples)
+        return loss
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Trainer:
+    """An object with the model, the optimizer and the Step."""
+
+    def __init__(self):
+        self.model, self.config = model_of(), {"scale": 2.0}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        self.step = rebatch.Step(
+            self.model,
+            self.optimizer,
+            self.loss,
+            lr_scheduler=self.scheduler,
+            scaler=self.scaler,
+            log_level="quiet",
+            growth=False,
+        )
+
+    def loss(self, model, samples):
+        rate = self.scheduler.get_last_lr()[0] + self.scaler.get_scale()
+        return plain(self.model, samples) * (self.config["scale"] + 0 * rate)
+
+
+class Wrapper(torch.nn.Module):
+    """Not the model, but has it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def loss(self, _model, samples):
+        return plain(self.model, samples)
+
+
+def reads(model):
+    """By name: loss_fns that change nothing, or what is put back."""
+    logger, config, scale = logging.getLogger("told"), {"a": [1, 2]}, torch.ones(())
+    table, names, target = numpy.ones(4), ["a", "b"], torch.nn.BatchNorm1d(8).eval()
+    target.requires_grad_(False)
+    criterion, draw, rows = torch.nn.MSELoss(), random.Random(0), iter(range(9))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    wrapper, compiled = Wrapper(model), torch.compile(model, backend="eager")
+    first, given = model[0], types.SimpleNamespace(scale=2.0, model=model)
+    weights, modules = list(model.parameters()), [model]
+
+    def reading(model, samples):
+        logger.info("%s %s %s %s", config["a"], names[0], rows, draw)
+        x = target(samples[0]) * scale * table[0] * given.scale
+        return criterion(model(x)[:, 0], samples[1])
+
+    def rate(model, samples):
+        return plain(model, samples) * (1 + optimizer.param_groups[0]["lr"])
+
+    def penalty(model, samples):
+        return plain(model, samples) + sum(w.square().sum() for w in weights)
+
+    @functools.wraps(plain)
+    def wrapped(*arguments):
+        return plain(*arguments)
+
+    return {
+        "reading": reading,
+        "rate": rate,
+        "penalty": penalty,
+        "wrapped": wrapped,
+        "partial": functools.partial(lambda m, s, k: plain(m, s) * k, k=2.0),
+        "part": lambda m, s: plain(m, s) + first.weight.square().sum(),
+        "in a list": lambda m, s: plain(modules[0], s),
+        "method of a module that has the model": wrapper.loss,
+        "module that has the model": lambda m, s: wrapper.loss(m, s),
+        "compiled": lambda m, s: plain(compiled, s),
+    }
+
+
+@pytest.mark.parametrize("name", reads(model_of()))
+def test_what_is_only_read_is_not_told(name):
+    model = model_of()
+    step = step_of(model, reads(model)[name])
+    assert said(lambda: fails_in_some(step, model)) == []
+
+
+def fails_in_some(step, model):
+    for i in range(6):
+        step.load_state_dict({**step.state_dict(), "micro": 16})
+        with fail_once(model) if i in (0, 1, 4) else warnings.catch_warnings():
+            step(batch_of(i))
+        assert step.report.ooms == (i in (0, 1, 4))
+
+
+def test_what_a_lightning_module_changes_in_itself_is_not_told():
+    model = Lit()
+    step = step_of(model, model.training_step)
+    assert said(lambda: fails_in_some(step, model.net)) == []
+    assert model.seen == 3 + 3 * 2  # one or two micro-batches a step: each counts once
+
+
+def test_what_belongs_to_the_step_is_not_told():
+    trainer = Trainer()
+    assert said(lambda: fails_in_some(trainer.step, trainer.model)) == []
+
+
+def test_what_is_in_state_is_not_told():
+    model, seen, teacher = model_of(), torch.zeros(()), torch.nn.BatchNorm1d(8)
+
+    def loss_fn(model, samples):
+        seen.add_(len(samples[0]))
+        teacher(samples[0])
+        return plain(model, samples)
+
+    step = step_of(model, loss_fn, state=[seen, teacher])
+    assert said(lambda: fails_in_some(step, model)) == []
+    assert seen == 6 * 16
+
+
+def test_a_step_that_an_exception_of_your_own_ended_is_no_oom():
+    """What the next step changes is not told."""
+    model, calls = model_of(), [0]
+
+    def loss_fn(model, samples):
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyError("mine")
+        return plain(model, samples)
+
+    step = step_of(model, loss_fn)
+
+    def train():
+        for i in range(4):
+            try:
+                step(batch_of(i))
+            except KeyError:
+                pass
+
+    assert said(train) == []
+    assert calls == [4]
+
+
+def test_an_object_that_answers_to_every_name_is_left_alone():
+    class Remote:
+        """As a client of a service is."""
+
+        def __getattr__(self, name):
+            raise ConnectionError(name)
+
+    Remote.__module__ = "torch"  # of an installed package
+    remote, model = Remote(), model_of()
+    step = step_of(model, lambda m, s: plain(m, s) * (1 if remote is not None else 2))
+    assert said(lambda: fails_in_some(step, model)) == []
+
+
+def test_a_map_tells_too():
+    model, seen = model_of(), [0]
+
+    def counted(x):
+        seen[0] += len(x)
+        return model(x)
+
+    predict = rebatch.Map(counted)
+    with fail_once(model):
+        (text,) = said(lambda: [predict(batch_of(0)[0]) for _ in range(3)])
+    assert text.startswith("rebatch: the function of a map changes 'seen' outside of the model")
+    assert text.endswith("return the value with the result") and predict.report.micro == 8
