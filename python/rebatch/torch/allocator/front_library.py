@@ -19,6 +19,7 @@ import torch
 from rebatch import _library
 from rebatch.torch.allocator import front_build
 from rebatch.torch.allocator.front_build import FrontError, Torch
+from rebatch.torch.private import USES_CXX11_ABI
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 
@@ -48,7 +49,7 @@ def this_torch() -> Torch:
         folder=pathlib.Path(torch.__file__).resolve().parent,
         version=torch.__version__,
         cuda=torch.version.cuda,
-        cxx11_abi=torch._C._GLIBCXX_USE_CXX11_ABI,
+        cxx11_abi=USES_CXX11_ABI,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from rebatch import _library
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import front_library, phases
+from rebatch.torch.private import clear_cublas_workspaces, get_device_index, memory_fraction
 
 _front_library: Any = None  # once installed
 _Size = Union[int, str, None]
@@ -79,7 +80,7 @@ def install(
         phases.watch_optimizers(pool)
         # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
         # keep the whole segment that it lies in.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
 
@@ -148,7 +149,7 @@ def limit_of(device: torch.device) -> int:
     limits = [
         options.limit_bytes,
         total * options.limit_permille // 1000,
-        int(total * torch._C._cuda_getMemoryFraction(device.index)),
+        int(total * memory_fraction(device.index)),
     ]
     limit = min(each for each in limits if each)
     return limit if limit < total else 0
@@ -161,7 +162,7 @@ def limit_native(device: torch.device) -> None:
         return
     total = torch.cuda.mem_get_info(device)[1]
     fractions = [count / total if count else 1.0, share / 1000 or 1.0]
-    if min(fractions) < torch._C._cuda_getMemoryFraction(device.index):
+    if min(fractions) < memory_fraction(device.index):
         torch.cuda.set_per_process_memory_fraction(min(fractions), device)
 
 
@@ -200,7 +201,7 @@ def pool(device: _Device = None) -> int:
         raise RuntimeError("rebatch: there is no pool yet: call rebatch.torch.install() first")
     torch.cuda.init()
     handle = ctypes.c_void_p()
-    index = torch.cuda._utils._get_device_index(device, optional=True)
+    index = get_device_index(device, optional=True)
     _library.check(_front_library.rebatch_torch_pool(ctypes.byref(handle), index))
     assert handle.value is not None  # it is made
     return handle.value

@@ -7,8 +7,10 @@ from typing import Any, Iterator, List
 
 import torch
 
-BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
-DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
+from rebatch.torch.private import BatchNorm, Dropout, SpectralNorm, SpectralNormHook
+
+BATCH_NORM = (BatchNorm,)
+DROPOUT = (Dropout,)
 
 
 def training_modules(root: torch.nn.Module, kinds: tuple[Any, ...]) -> List[torch.nn.Module]:
@@ -24,13 +26,14 @@ def training_modules(root: torch.nn.Module, kinds: tuple[Any, ...]) -> List[torc
 def power_iterations(root: torch.nn.Module) -> List[torch.nn.Module]:
     """Modules of spectral_norm, of both kinds that PyTorch has, that improve their estimate in each
     forward pass."""
-    own = torch.nn.utils.parametrizations._SpectralNorm
-    hook = torch.nn.utils.spectral_norm.__globals__["SpectralNorm"]
     return [
         m
         for m in root.modules()
         if m.training
-        and (isinstance(m, own) or any(isinstance(h, hook) for h in m._forward_pre_hooks.values()))
+        and (
+            isinstance(m, SpectralNorm)
+            or any(isinstance(h, SpectralNormHook) for h in m._forward_pre_hooks.values())
+        )
     ]
 
 

@@ -11,7 +11,6 @@ import warnings
 from typing import Any, List, Optional, Tuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from rebatch._library import Event, EventKind, GuardPoint, LogLevel, StepReport
 from rebatch.torch.batches.cut import batch_tensors
@@ -28,6 +27,7 @@ from rebatch.torch.check.fixed_draws import FixedDraws
 from rebatch.torch.check.rounding import floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import AllGenerators, Snapshot, places_outside
+from rebatch.torch.private import tree_map_only
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import failed_allocations, is_oom, let_go
 from rebatch.torch.undo.generators import cuda_devices_of

@@ -7,7 +7,8 @@ import math
 from typing import Any, Callable, Dict, List
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from rebatch.torch.private import TorchDispatchMode
 
 _MOST_SCALARS = 256
 _16_BIT = (torch.float16, torch.bfloat16)

@@ -9,7 +9,6 @@ import gc
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rebatch._library import GuardPoint
 from rebatch.torch.batches.switched_off import (
@@ -26,6 +25,7 @@ from rebatch.torch.check.training_snapshot import (
     all_places,
     optimizers_used_by,
 )
+from rebatch.torch.private import TorchDispatchMode
 from rebatch.torch.program.program import Program, Running
 from rebatch.torch.program.update import Update
 from rebatch.torch.undo.generators import cuda_devices_of

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch.torch.private import cudagraph_trees, foreach_add_, foreach_copy_
 from rebatch.torch.session.oom import is_oom
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _taking(device: Optional[torch.device]) -> Callable[[torch.Tensor], torch.Te
     """What makes a gradient one that stays. The next run of a CUDA graph of torch.compile
     (mode="reduce-overhead") would write into the same memory; PyTorch's own accumulation is refused
     there."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    trees = cudagraph_trees()
     if trees and device and device.type == "cuda" and trees.get_manager(device.index, False):
         return torch.clone
     return lambda gradient: gradient
@@ -163,7 +163,7 @@ class Accumulators:
         """Add the gradients in .grad. Allocates nothing where they are dense."""
         even = self._even_gradients()
         if even:
-            torch._foreach_add_(self._sums, even)
+            foreach_add_(self._sums, even)
             self.clear()
             return
         sums, has_sum, take = self._sums, self._has_sum, self._taking()
@@ -186,9 +186,9 @@ class Accumulators:
             has_sum[i] = True
             p.grad = None
         if added:
-            torch._foreach_add_(totals, added)
+            foreach_add_(totals, added)
         if copied:
-            torch._foreach_copy_(places, copied)
+            foreach_copy_(places, copied)
 
     def _even_gradients(self) -> List[torch.Tensor]:
         """Those of all parameters, where each has a dense one and a dense sum, as in most

@@ -6,6 +6,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch.torch.private import foreach_copy_, foreach_zero_
+
 _ALIGNMENT = 16  # bytes, for kernels that read several numbers at once
 _WIDE = (torch.float32, torch.float64)  # can hold a loss
 
@@ -16,7 +18,7 @@ def put_flags(numbers: torch.Tensor, flags: Sequence[bool]) -> None:
     numbers.fill_(1)
     unset = [numbers[i] for i, flag in enumerate(flags) if not flag]
     if unset:
-        torch._foreach_zero_(unset)
+        foreach_zero_(unset)
 
 
 def plan(parameters: Sequence[torch.Tensor], caps: Tuple[int, int]) -> List[List[int]]:
@@ -150,10 +152,10 @@ class Buffers:
     def pack(self) -> None:
         buffers, views = self._pairs()
         if buffers:
-            torch._foreach_copy_(views, buffers)
+            foreach_copy_(views, buffers)
 
     @torch.no_grad()
     def unpack(self) -> None:
         buffers, views = self._pairs()
         if buffers:
-            torch._foreach_copy_(buffers, views)
+            foreach_copy_(buffers, views)

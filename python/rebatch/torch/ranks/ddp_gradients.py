@@ -17,6 +17,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 import torch
 import torch.distributed as dist
 
+from rebatch.torch.private import foreach_add_, foreach_copy_, foreach_zero_
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.ranks.buckets import Bucket, Buffers, Layouts, put_flags
 from rebatch.torch.session.gpu_wait import Work
@@ -175,7 +176,7 @@ class ReducedAccumulators(SharedAccumulators):
             gradients.append(_dense(self._parameters[i]))
         for has_sum, (views, gradients) in pairs.items():
             if views:
-                (torch._foreach_add_ if has_sum else torch._foreach_copy_)(views, gradients)
+                (foreach_add_ if has_sum else foreach_copy_)(views, gradients)
         for i in bucket.indices:
             self._has_sum[i] = True
             self._parameters[i].grad = None
@@ -200,7 +201,7 @@ class ReducedAccumulators(SharedAccumulators):
         pairs = zip(bucket.indices, bucket.views)
         missing = [view for i, view in pairs if not self._has_sum[i]]
         if missing:
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
 
     def _start(self, collective: Callable[..., Any], tensor: torch.Tensor, *arguments: Any) -> Any:
         """After an error no collective is started: the other ranks' ones fail too, or end by their

@@ -10,10 +10,10 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from rebatch._user_code import user_stacklevel
+from rebatch.torch.private import to_kwargs
 
 _MIB = 1 << 20
 _CAP_BYTES = 25 * _MIB  # of a bucket, as DistributedDataParallel has it
@@ -159,7 +159,7 @@ def _forward_alone(wrapper: DistributedDataParallel, *inputs: Any, **keywords: A
     """What forward() of DistributedDataParallel does, without its collectives."""
     if wrapper.device_ids:
         device = torch.device(wrapper.device_type, wrapper.device_ids[0])
-        there: Any = _to_kwargs(inputs, keywords, device, wrapper.use_side_stream_for_tensor_copies)
+        there: Any = to_kwargs(inputs, keywords, device, wrapper.use_side_stream_for_tensor_copies)
         inputs, keywords = (members[0] for members in there)
     return wrapper.module(*inputs, **keywords)
 

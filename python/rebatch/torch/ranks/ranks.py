@@ -11,9 +11,9 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _sync_module_states
 
 from rebatch import _library as c
+from rebatch.torch.private import sync_module_states
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.program.update import Update, check_above_zero
 from rebatch.torch.ranks import agreement
@@ -180,7 +180,7 @@ class Ranks:
             }
             sync_group = self._votes.group if devices <= {"cpu"} else self._group()
             root = dist.get_process_group_ranks(self._group())[0]
-            _sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
+            sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
 
     def _buffers(self) -> List[dict[Any, Any]]:
         tables = [module._buffers for module in self._modules.modules() if module._buffers]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rebatch import _library as c
+from rebatch.torch.private import get_default_store
 from rebatch.torch.session.weak_methods import weakly
 
 # A rank that has seen a vote fail waits so long for the others to say that they have.
@@ -43,9 +44,7 @@ class Votes:
         # the process.
         self._group = weakref.ref(group)
         name = f"rebatch/{group.group_name}"
-        self._store = dist.distributed_c10d.PrefixStore(
-            name, dist.distributed_c10d._get_default_store()
-        )
+        self._store = dist.distributed_c10d.PrefixStore(name, get_default_store())
         self.timeout_seconds = timeout_seconds
         self.values = [0.0] * values
         self._received = [0.0] * values * self.size

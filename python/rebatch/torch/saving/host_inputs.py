@@ -10,6 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from rebatch.torch.private import empty_pinned_cache
+
 # Of smaller tensors the copies cost more than their memory is worth: a copy of _LEAST_BYTES
 # takes about as long as it takes to ask for it.
 _LEAST_BYTES = 256 << 10
@@ -144,7 +146,7 @@ class HostInputs:
     def release(self) -> None:
         """Give the pinned memory back that PyTorch keeps for the next input."""
         if self._sides:
-            torch._C._host_emptyCache()
+            empty_pinned_cache()
 
     def _pack(self, tensor: torch.Tensor) -> Union[torch.Tensor, _Input]:
         if not _is_moved(tensor):

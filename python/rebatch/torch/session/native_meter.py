@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from rebatch import _library as c
+from rebatch.torch.private import memory_fraction, memory_stats, reset_peak_memory_stats
 from rebatch.torch.session.weak_methods import weakly
 
 # Times that the peak of a callback is measured at each size, and whole steps in which it is. A
@@ -94,7 +95,7 @@ class NativeMeter:
             self._steps[kind] = times + 1
 
     def _statistics(self) -> dict[Any, Any]:
-        statistics: dict[Any, Any] = torch._C._cuda_memoryStats(self._device.index)
+        statistics: dict[Any, Any] = memory_stats(self._device.index)
         return statistics
 
     def live_bytes(self) -> int:
@@ -110,7 +111,7 @@ class NativeMeter:
         self._is_measuring = self._is_measuring_step or times < _MEASUREMENTS
         if self._is_measuring:
             self._measured[phase, size] = times + 1
-            torch._C._cuda_resetPeakMemoryStats(self._device.index)
+            reset_peak_memory_stats(self._device.index)
 
     def _read(self, out: Any, _user: Any) -> int:
         statistics = self._kept or self._statistics()
@@ -143,7 +144,7 @@ class NativeMeter:
         allocated = statistics["allocated_bytes"]["all"]["current"]
         reserved = statistics["reserved_bytes"]["all"]["current"]
         free, total = torch.cuda.mem_get_info(self._device)
-        limit = int(total * torch._C._cuda_getMemoryFraction(self._device.index))
+        limit = int(total * memory_fraction(self._device.index))
         there = min(free + reserved - allocated, limit - allocated)
         return int(max(0, there - self.promised_bytes))
 

@@ -10,6 +10,7 @@ from typing import Iterator, List, Optional, Set
 import torch
 
 from rebatch._user_code import is_own
+from rebatch.torch.private import memory_stats
 
 # Texts of exceptions that are not torch.OutOfMemoryError. Each is the library's own wording, so a
 # user's text that merely speaks of memory is none.
@@ -91,10 +92,7 @@ def failed_allocations() -> int:
     """Allocations on all GPUs that have failed until now, whoever coped with it."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return 0
-    return sum(
-        torch._C._cuda_memoryStats(device)["num_ooms"]
-        for device in range(torch.cuda.device_count())
-    )
+    return sum(memory_stats(device)["num_ooms"] for device in range(torch.cuda.device_count()))
 
 
 def is_oom(error: BaseException, allocation_failed: bool = False) -> bool:

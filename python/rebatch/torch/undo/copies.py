@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch.torch.private import foreach_copy_
 from rebatch.torch.session.oom import is_oom
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,7 +82,7 @@ class Copies:
 def _copy(to: List[torch.Tensor], source: List[torch.Tensor]) -> None:
     if to:
         with torch.no_grad():
-            torch._foreach_copy_(to, source)
+            foreach_copy_(to, source)
 
 
 def copies_on_host(

@@ -21,16 +21,8 @@ from typing import (
 import torch
 
 from rebatch._user_code import is_object
+from rebatch.torch.private import MODULE_TABLES
 
-_TABLES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 # Attributes that every module has; these are no data of the model.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 # Wrappers that keep what they do in attributes.
@@ -174,7 +166,10 @@ class Held:
         self.modules, self._live = tree.modules, tree.tables
         self._tables = [table.copy() if table else {} for table in tree.tables]
         self.tensors: List[torch.Tensor] = [
-            p for table in self._tables[0 :: len(_TABLES)] for p in table.values() if p is not None
+            p
+            for table in self._tables[0 :: len(MODULE_TABLES)]
+            for p in table.values()
+            if p is not None
         ]
         self._needs_gradient = [p.requires_grad for p in self.tensors]
         self._parameters = self.tensors.copy()
@@ -227,8 +222,8 @@ class Held:
 
     def _parameter_places(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, torch.Tensor]]:
         for i, module in enumerate(self.modules):
-            live, prefix = self._live[i * len(_TABLES)], prefixes.get(id(module), "")
-            for key, p in self._tables[i * len(_TABLES)].items():
+            live, prefix = self._live[i * len(MODULE_TABLES)], prefixes.get(id(module), "")
+            for key, p in self._tables[i * len(MODULE_TABLES)].items():
                 if p is not None:
                     yield Place(prefix + key, live, key), p
 
@@ -253,7 +248,7 @@ class Held:
         mine, after = self._dicts(), later._dicts()
         names = {id(vars(m)): prefixes.get(id(m), "") for m in (*self.modules, *later.modules)}
         for i, table in enumerate(self._live):
-            names[id(table)] = prefixes.get(id(self.modules[i // len(_TABLES)]), "")
+            names[id(table)] = prefixes.get(id(self.modules[i // len(MODULE_TABLES)]), "")
         for key, (live, held) in mine.items():
             now = after.get(key, (live, {}))[1]
             for name in {**held, **now}:
@@ -355,10 +350,10 @@ class Tree:
     def _look(self) -> None:
         found = dict.fromkeys(m for _, root in self._named_roots() for m in root.modules())
         self.modules, self.known = list(found), set(found)
-        self.tables = [_table(m, name) for m in self.modules for name in _TABLES]
-        self.buffers = self.tables[_TABLES.index("_buffers") :: len(_TABLES)]
-        self._parameter_tables = self.tables[0 :: len(_TABLES)]
-        self._module_tables = self.tables[_TABLES.index("_modules") :: len(_TABLES)]
+        self.tables = [_table(m, name) for m in self.modules for name in MODULE_TABLES]
+        self.buffers = self.tables[MODULE_TABLES.index("_buffers") :: len(MODULE_TABLES)]
+        self._parameter_tables = self.tables[0 :: len(MODULE_TABLES)]
+        self._module_tables = self.tables[MODULE_TABLES.index("_modules") :: len(MODULE_TABLES)]
         self._children = self._children_now()
         self._dicts = [vars(m) for m in self.modules]
         self._look_at_attributes()

@@ -14,6 +14,7 @@ from typing import Any, Callable, List, NamedTuple
 import torch
 import torch.distributed as dist
 
+from rebatch.torch.private import set_group_timeout
 from rebatch.torch.ranks.fsdp.window import Window
 from rebatch.torch.ranks.fsdp.window_reduction import lost_if_failed
 from rebatch.torch.session.oom import is_oom, let_go
@@ -79,7 +80,7 @@ class Lockstep(Window):
         if why:
             raise ValueError(f"rebatch: window is False, and {why}")
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+        set_timeout = getattr(dist, "set_timeout", set_group_timeout)
         for group in self._groups:  # of a collective that a rank cannot come to
             set_timeout(timeout, group.mesh_info.shard_process_group)
         self._kept: List[dict[Any, Any]] = []  # settings of the groups, while it is open

@@ -8,34 +8,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-# What every version has, in the order in which the objects are reached.
-_OF_STATE = ("_lazy_init", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward")
-_OF_CONTEXT = ("all_states", "iter_forward_root", "post_backward_final_callback_queued")
-_OF_GROUP = (
-    "fsdp_params",
-    "mesh_info",
-    "device_handle",
-    "reduce_grads",
-    "reshard_after_backward",
-    "post_forward_mesh_info",
-    "_reduce_dtype",
-    "_training_state",
-    "_post_forward_indices",
-    "unshard",
-    "wait_for_unshard",
-    "finalize_backward",
-    "_to_sharded",
-)
-_OF_PARAMETER = (
-    "sharded_param",
-    "_orig_size",
-    "sharded_size",
-    "contiguous_sharded_stride",
-    "padded_sharded_param_size",
-    "fsdp_placement",
-    "to_sharded_dtensor",
-    "is_dtensor",
-)
+from rebatch.torch.private import FSDP_CONTEXT, FSDP_GROUP, FSDP_PARAMETER, FSDP_STATE
 
 # Of a group while its parameters are whole: nothing is sharded again, autograd reduces nothing.
 _WHOLE = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
@@ -56,17 +29,17 @@ class FullyShard:
 
     def __init__(self, root: Any):
         self._state = root._get_fsdp_state()
-        _check_has(self._state, _OF_STATE)
-        _check_has(self._state._state_ctx, _OF_CONTEXT)
+        _check_has(self._state, FSDP_STATE)
+        _check_has(self._state._state_ctx, FSDP_CONTEXT)
         self._state._lazy_init()
         self._context, self._comm = self._state._state_ctx, self._state._comm_ctx
         self._states = list(self._context.all_states)
         self.groups = [group for state in self._states for group in _groups_of(state)]
         self._saved: List[Tuple[Any, Dict[str, Any]]] = []
         for group in self.groups:
-            _check_has(group, _OF_GROUP)
+            _check_has(group, FSDP_GROUP)
             for p in group.fsdp_params:
-                _check_has(p, _OF_PARAMETER)
+                _check_has(p, FSDP_PARAMETER)
 
     @property
     def stream(self) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from rebatch.torch.private import foreach_mul_, foreach_norm
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.ranks.fsdp.window_reduction import lost_if_failed
 from rebatch.torch.session.gpu_wait import Work
@@ -42,7 +43,7 @@ class ShardedAccumulators(SharedAccumulators):
         if self.scaler is not None:
             self._unscale(parts)
         if self.has_norm and parts:
-            norms = torch._foreach_norm(parts)
+            norms = foreach_norm(parts)
             self._numbers[SQUARES].copy_(torch.stack(norms).double().square().sum() / replicas)
         self._numbers[LOSS].copy_(loss)
 
@@ -53,9 +54,9 @@ class ShardedAccumulators(SharedAccumulators):
             return
         if not self._is_unscaled:
             factor = self.scaler._scale.double().reciprocal().to(parts[0])
-            torch._foreach_mul_(parts, factor)  # allocates nothing
+            foreach_mul_(parts, factor)  # allocates nothing
             self._is_unscaled = True
-        largest = torch.stack(torch._foreach_norm(parts, float("inf")))
+        largest = torch.stack(foreach_norm(parts, float("inf")))
         self._numbers[INF].copy_(largest.isfinite().logical_not().any())
 
     def _sum_numbers(self) -> None:
@@ -84,5 +85,5 @@ class ShardedAccumulators(SharedAccumulators):
             return
         scale = (largest / (self._norm + 1e-6)).clamp(max=1.0)
         parts = [p.grad.to_local() for p in self._model.shards() if p.grad is not None]
-        torch._foreach_mul_(parts, [scale.to(part) for part in parts])  # allocates nothing
+        foreach_mul_(parts, [scale.to(part) for part in parts])  # allocates nothing
         self._norm = None

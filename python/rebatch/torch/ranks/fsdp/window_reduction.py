@@ -11,6 +11,7 @@ from typing import Any, Deque, Iterator, List, Optional, Tuple
 import torch
 import torch.distributed as dist
 
+from rebatch.torch.private import chunk_cat
 from rebatch.torch.ranks.fsdp.private_names import gradient_dtype, reduce_dtype, reduce_scatter_of
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.session import Lost
@@ -61,7 +62,7 @@ class _Piece:
         parts = [self._by_ranks(p, g) for p, g in zip(self.params, given)]
         if len({part.dtype for part in parts}) > 1:
             parts = [part.to(self.dtype) for part in parts]
-        torch._chunk_cat(parts, dim=0, num_chunks=self.ranks, out=filled.view(self.ranks, -1))
+        chunk_cat(parts, dim=0, num_chunks=self.ranks, out=filled.view(self.ranks, -1))
         return filled
 
     def _by_ranks(self, p: Any, gradient: Optional[torch.Tensor]) -> torch.Tensor:
