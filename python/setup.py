@@ -32,7 +32,7 @@ class BuildWithLibrary(build_py):
         native.build_into(package)
         fronts = os.environ.get("REBATCH_FRONTS")  # the folder of scripts/wheel-fronts
         for front in Path(fronts).glob("front-*.so") if fronts else ():
-            shutil.copy2(front, package / "torch")
+            shutil.copy2(front, package / "torch" / "allocator")
 
 
 class WheelForAnyPython(bdist_wheel):

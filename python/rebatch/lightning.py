@@ -18,13 +18,13 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import torch
 from torchmetrics import Metric
 
-from rebatch.torch._backward import Backward
-from rebatch.torch._batch import cut_of
-from rebatch.torch._join import join_results
-from rebatch.torch._parts import Parts
-from rebatch.torch._report import Report, numbers_of_trainer
-from rebatch.torch._trainer_update import TrainerUpdate
-from rebatch.torch._whole import CutOrWhole
+from rebatch.torch.batches.cut import cut_of
+from rebatch.torch.batches.join import join_results
+from rebatch.torch.session.report import Report, numbers_of_trainer
+from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.evaluation_parts import Parts
+from rebatch.torch.trainers.update import TrainerUpdate
+from rebatch.torch.trainers.whole_batches import CutOrWhole
 
 try:
     from lightning.pytorch import Callback

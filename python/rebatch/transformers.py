@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 import torch
 import transformers
 
-from rebatch.torch._backward import Backward
-from rebatch.torch._batch import Cut, Cuts, cut_of
-from rebatch.torch._host import joined_where_it_fits
-from rebatch.torch._join import join_results
-from rebatch.torch._lighten import checkpointing
-from rebatch.torch._oom import is_oom
-from rebatch.torch._parts import Parts
-from rebatch.torch._report import Report, numbers_of_trainer
-from rebatch.torch._snapshot import AllGenerators
-from rebatch.torch._state import cuda_devices_of
-from rebatch.torch._trainer_update import TrainerUpdate
-from rebatch.torch._whole import CutOrWhole
+from rebatch.torch.batches.cut import Cut, Cuts, cut_of
+from rebatch.torch.batches.join import join_results
+from rebatch.torch.batches.join_on_host import joined_where_it_fits
+from rebatch.torch.check.training_snapshot import AllGenerators
+from rebatch.torch.saving.lighten import checkpointing
+from rebatch.torch.session.oom import is_oom
+from rebatch.torch.session.report import Report, numbers_of_trainer
+from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.evaluation_parts import Parts
+from rebatch.torch.trainers.update import TrainerUpdate
+from rebatch.torch.trainers.whole_batches import CutOrWhole
+from rebatch.torch.undo.generators import cuda_devices_of
 
 # Names of transformers.Trainer that are private to it and used here. No other private name is.
 PRIVATE = ("_prepare_inputs",)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch._batch import Cut
+from rebatch.torch.batches.cut import Cut
 
 Pair = collections.namedtuple("Pair", "x y")
 

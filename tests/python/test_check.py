@@ -386,7 +386,7 @@ def test_with_a_rung_of_lighten_that_is_on_correct_steps_have_no_mistake():
 
 
 def test_memory_that_stays_in_use_after_a_run_is_a_mistake(monkeypatch):
-    from rebatch.torch._rehearsal import Rehearsal
+    from rebatch.torch.check.trial_runs import Rehearsal
 
     def bytes_of_all_tensors(_):
         tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]

@@ -29,10 +29,10 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
 
 
 def test_every_option_of_the_page_is_one():
-    from rebatch.torch import _session
+    from rebatch.torch.session import session
     import inspect
 
-    known = set(inspect.signature(_session.session_options).parameters)
+    known = set(inspect.signature(session.session_options).parameters)
     table = PAGE.read_text().split("## Options")[1].split("## Exactness")[0]
     named = set(re.findall(r"`(\w+)`", table.replace('"', ""))) & {
         name

@@ -81,7 +81,7 @@ def test_a_function_without_a_parameter_is_said():
 def test_a_library_without_memory_is_an_oom(monkeypatch):
     """As a convolution that finds no engine, after an allocation has failed within the library."""
     failed = [0]
-    monkeypatch.setattr("rebatch.torch._finder.failed_allocations", lambda: failed[0])
+    monkeypatch.setattr("rebatch.torch.batches.size_finder.failed_allocations", lambda: failed[0])
 
     @rebatch.find_batch_size(starting_batch_size=8)
     def train(size):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch._own import user_stacklevel
+from rebatch._user_code import user_stacklevel
 from models import make, regression_loss, same_bits, state_of
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch import _oom, is_oom
+from rebatch.torch import is_oom
+from rebatch.torch.session import oom
 from models import Unseen, make, out_of_memory, regression_loss, same_bits, state_of
 
 OOMS = (
@@ -79,7 +80,7 @@ def test_an_error_in_the_handling_of_an_oom_is_none():
 
 
 def test_ambiguous_texts_are_ooms_where_the_gpu_is_full(monkeypatch):
-    monkeypatch.setattr(_oom, "_memory_is_short", lambda: True)
+    monkeypatch.setattr(oom, "_memory_is_short", lambda: True)
     assert is_oom(OTHERS[4]) and is_oom(OTHERS[5])
     assert not is_oom(OTHERS[1])
 
@@ -118,7 +119,7 @@ def test_ambiguous_texts_are_ooms_where_an_allocation_has_failed(text):
     ),
 )
 def test_the_size_of_the_request_is_read(text, expected):
-    assert _oom.asked_bytes(torch.OutOfMemoryError(text)) == expected
+    assert oom.asked_bytes(torch.OutOfMemoryError(text)) == expected
 
 
 def test_what_an_exception_holds_is_let_go():
@@ -137,7 +138,7 @@ def test_what_an_exception_holds_is_let_go():
     error = raised(fail)
     gc.disable()
     try:
-        _oom.let_go(error)
+        oom.let_go(error)
         assert alive[0]() is None
     finally:
         gc.enable()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch._backward import Backward
+from rebatch.torch.trainers.backward import Backward
 from models import fails_above, make, out_of_memory
 
 

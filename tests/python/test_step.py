@@ -11,8 +11,8 @@ import torch
 
 import rebatch.torch as rebatch
 from rebatch import _library as c
-from rebatch.torch._backward import Backward
-from rebatch.torch._weak import weakly
+from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.session.weak_methods import weakly
 from models import (
     FailAt,
     HalfStep,

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import rebatch
-from rebatch.torch._options import SessionOptions
-from rebatch.torch._session import session_options
+from rebatch.torch.session.options import SessionOptions
+from rebatch.torch.session.session import session_options
 
 SCRIPT = """
 import torch

@@ -236,7 +236,7 @@ def halve(name):
 
 
 def test_what_has_no_copy_is_named_before_an_update_uses_it(monkeypatch):
-    monkeypatch.setattr("rebatch.torch._undo._FIRST_BYTES", 20)  # the bias, not the weight
+    monkeypatch.setattr("rebatch.torch.undo.undo._FIRST_BYTES", 20)  # the bias, not the weight
     model, step = make_large(halve("target"))
     bias, weights = model["target"].bias.clone(), model["net"].weight.clone()
     with pytest.raises(rebatch.Error) as caught:
@@ -251,7 +251,7 @@ def test_what_has_no_copy_is_named_before_an_update_uses_it(monkeypatch):
 
 
 def test_with_state_it_is_put_back(monkeypatch):
-    monkeypatch.setattr("rebatch.torch._undo._FIRST_BYTES", 0)
+    monkeypatch.setattr("rebatch.torch.undo.undo._FIRST_BYTES", 0)
     for state in (lambda m: list(m["target"].parameters()), lambda m: m["target"], lambda m: m):
         states = []
         for start in (16, 4):
@@ -278,7 +278,7 @@ def test_a_trained_parameter_that_loss_fn_changes_is_named():
 
 
 def test_an_exception_of_your_own_comes_out_and_a_warning_names_what_is_left(monkeypatch):
-    monkeypatch.setattr("rebatch.torch._undo._FIRST_BYTES", 0)
+    monkeypatch.setattr("rebatch.torch.undo.undo._FIRST_BYTES", 0)
 
     def change(model):
         halve("target")(model)
@@ -291,7 +291,7 @@ def test_an_exception_of_your_own_comes_out_and_a_warning_names_what_is_left(mon
 
 
 def test_a_batch_without_a_copy_is_named(monkeypatch):
-    monkeypatch.setattr("rebatch.torch._undo._FIRST_BYTES", 0)
+    monkeypatch.setattr("rebatch.torch.undo.undo._FIRST_BYTES", 0)
     model, step = make_large(lambda model: None)
     plain = step.loss_fn
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from rebatch.torch._session import Lost
-from rebatch.torch._waits import Work
+from rebatch.torch.session.session import Lost
+from rebatch.torch.session.gpu_wait import Work
 
 
 @pytest.fixture

@@ -16,17 +16,17 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
     raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")
 
 from rebatch import Error, __version__, plot
-from rebatch.torch._allocator import install, installed, snapshot, stats, summary, tag
-from rebatch.torch._finder import find_batch_size
-from rebatch.torch._findings import Check, Finding
-from rebatch.torch._first_cut import CutWarning
-from rebatch.torch._lighten import checkpointing, offload
-from rebatch.torch._oom import is_oom
-from rebatch.torch._outputs import Sum
-from rebatch.torch._probe import Probe
-from rebatch.torch._report import MapReport, Report
-from rebatch.torch._session import Exhausted, PeerFailed, Torn
+from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
+from rebatch.torch.batches.outputs import Sum
+from rebatch.torch.batches.size_finder import find_batch_size
+from rebatch.torch.check.cut_comparison import CutWarning
+from rebatch.torch.check.findings import Check, Finding
 from rebatch.torch.evaluation import Map, map
+from rebatch.torch.saving.lighten import checkpointing, offload
+from rebatch.torch.session.oom import is_oom
+from rebatch.torch.session.probe import Probe
+from rebatch.torch.session.report import MapReport, Report
+from rebatch.torch.session.session import Exhausted, PeerFailed, Torn
 from rebatch.torch.step import Step
 
 # A traceback ends with the name that programs use.

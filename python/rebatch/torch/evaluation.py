@@ -8,16 +8,16 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
-from rebatch.torch import _allocator
-from rebatch.torch._batch import Cut
-from rebatch.torch._join import join_results
-from rebatch.torch._map import run_map
-from rebatch.torch._report import MapReport
-from rebatch.torch._session import Session, session_options
-from rebatch.torch._snapshot import modules_used_by
-from rebatch.torch._state import Generators
-from rebatch.torch._told import Told
-from rebatch.torch._undo import Undo
+from rebatch.torch.allocator import install as allocator
+from rebatch.torch.batches.cut import Cut
+from rebatch.torch.batches.join import join_results
+from rebatch.torch.batches.run_map import run_map
+from rebatch.torch.check.training_snapshot import modules_used_by
+from rebatch.torch.session.report import MapReport
+from rebatch.torch.session.session import Session, session_options
+from rebatch.torch.undo.changes_outside import Told
+from rebatch.torch.undo.generators import Generators
+from rebatch.torch.undo.undo import Undo
 
 
 class _Running:
@@ -59,7 +59,7 @@ def _device_of(model: Callable[..., Any], inputs: Any) -> torch.device:
 
 
 def _session_of(device: torch.device) -> Session:
-    key = (device, _allocator.installed())
+    key = (device, allocator.installed())
     if key not in _sessions:
         devices = [device] if device.type == "cuda" else []
         _sessions[key] = Session(device, session_options(), guards=[Generators(devices), _running])

@@ -20,19 +20,19 @@ from typing import (
 import torch
 
 from rebatch import plot as _plot
-from rebatch.torch._findings import Check
-from rebatch.torch._host import joined_where_it_fits
-from rebatch.torch._map import run_map
-from rebatch.torch._mistakes import check_loss_fn
-from rebatch.torch._outputs import joined, kept
-from rebatch.torch._probe import Probe
-from rebatch.torch._report import MapReport, Report
-from rebatch.torch._training import EVALUATES, training_of
+from rebatch.torch.batches.join_on_host import joined_where_it_fits
+from rebatch.torch.batches.outputs import joined, kept
+from rebatch.torch.batches.run_map import run_map
+from rebatch.torch.check.findings import Check
+from rebatch.torch.core.training import EVALUATES, training_of
+from rebatch.torch.program.mistakes import check_loss_fn
+from rebatch.torch.session.probe import Probe
+from rebatch.torch.session.report import MapReport, Report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from rebatch.torch._options import SessionOptions
+    from rebatch.torch.session.options import SessionOptions
 
 _Lighten = Callable[[bool], None]
 

@@ -72,10 +72,10 @@ def contents(monkeypatch):
     """On the stand-in no kernel runs, so a sum would be what its memory held before: the audit's
     sums of contents are computed on the host."""
     if STANDIN is not None:
-        from rebatch.torch import _copies
+        from rebatch.torch.undo import copies
 
-        sum_of = _copies._sum_of
-        monkeypatch.setattr(_copies, "_sum_of", lambda tensor: sum_of(tensor.detach().cpu()))
+        sum_of = copies._sum_of
+        monkeypatch.setattr(copies, "_sum_of", lambda tensor: sum_of(tensor.detach().cpu()))
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rebatch import _library
-from rebatch.torch import _allocator as rebatch
-from rebatch.torch import _front
+from rebatch.torch.allocator import install as rebatch
+from rebatch.torch.allocator import front_library
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -32,8 +32,8 @@ def front():
     assert torch.cuda.memory_allocated() == native
     del before
     assert torch.cuda.memory_allocated() == native - 4 * MIB
-    yield _front.load()
-    assert _front.load().rebatch_torch_refused_frees() == 0
+    yield front_library.load()
+    assert front_library.load().rebatch_torch_refused_frees() == 0
 
 
 @pytest.fixture(autouse=True)

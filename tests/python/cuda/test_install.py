@@ -15,7 +15,8 @@ import torch
 
 from conftest import ALLOC_CONF, complaints
 
-from rebatch.torch import _front, _front_build
+from rebatch.torch.allocator import front_library
+from rebatch.torch.allocator import front_build
 
 GIB = 1 << 30
 
@@ -24,7 +25,7 @@ def run(script, **variables):
     """Run a script in a process of its own."""
     head = (
         "import gc, torch\n"
-        "from rebatch.torch import _allocator as rebatch\n"
+        "from rebatch.torch.allocator import install as rebatch\n"
         "def tensor(n, device='cuda'):\n"
         "    return torch.empty(n, dtype=torch.uint8, device=device)\n"
         "MIB = 1 << 20\n"
@@ -51,7 +52,7 @@ def child(script, **variables):
 
 def find():
     """The compiled allocator that install() loads."""
-    return _front.find_or_compile(_front.this_torch())
+    return front_library.find_or_compile(front_library.this_torch())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -263,7 +264,7 @@ def test_what_the_native_allocator_has_cached_goes_back():
 
 
 def test_several_processes_compile_at_once(tmp_path):
-    script = "import rebatch.torch._front as f; f.load()"
+    script = "import rebatch.torch.allocator.front_library as f; f.load()"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     processes = [
         subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)
@@ -282,26 +283,26 @@ def empty_cache_folder(monkeypatch, tmp_path):
 
 def test_a_pytorch_without_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(_front.FrontError, match="is built without CUDA"):
+    with pytest.raises(front_library.FrontError, match="is built without CUDA"):
         find()
 
 
 def test_an_old_pytorch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    with pytest.raises(_front.FrontError, match="too old; expected 2.8 or later"):
+    with pytest.raises(front_library.FrontError, match="too old; expected 2.8 or later"):
         find()
 
 
 def test_without_a_compiler_there_is_one_sentence(monkeypatch, empty_cache_folder):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(_front.FrontError, match="no C[+][+] compiler was found"):
+    with pytest.raises(front_library.FrontError, match="no C[+][+] compiler was found"):
         find()
 
 
 def test_without_cudas_headers_there_is_one_sentence(monkeypatch, empty_cache_folder):
-    monkeypatch.setattr(_front, "cuda_folders", lambda: [empty_cache_folder])
-    with pytest.raises(_front.FrontError, match="pip install 'nvidia-cuda-runtime"):
+    monkeypatch.setattr(front_library, "cuda_folders", lambda: [empty_cache_folder])
+    with pytest.raises(front_library.FrontError, match="pip install 'nvidia-cuda-runtime"):
         find()
 
 
@@ -312,18 +313,18 @@ def test_cudas_headers_may_be_in_two_packages(tmp_path):
     (nvcc / "crt").mkdir(parents=True)
     (runtime / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
     (nvcc / "crt" / "host_defines.h").write_text("")
-    cuda_12 = _front_build.Torch(tmp_path, "2.8.0", "12.8", cxx11_abi=True)
-    assert _front_build.cuda_includes(cuda_12, [nvcc, runtime]) == [runtime, nvcc]
+    cuda_12 = front_build.Torch(tmp_path, "2.8.0", "12.8", cxx11_abi=True)
+    assert front_build.cuda_includes(cuda_12, [nvcc, runtime]) == [runtime, nvcc]
     cuda_13 = dataclasses.replace(cuda_12, cuda="13.0")
-    with pytest.raises(_front.FrontError, match="headers of CUDA 13 were not found"):
-        _front_build.cuda_includes(cuda_13, [nvcc, runtime])
+    with pytest.raises(front_library.FrontError, match="headers of CUDA 13 were not found"):
+        front_build.cuda_includes(cuda_13, [nvcc, runtime])
 
 
 def test_a_compilation_that_fails_says_why(monkeypatch, empty_cache_folder):
     broken = empty_cache_folder / "front.cpp"
     broken.write_text("int main() { return apples; }\n")
-    monkeypatch.setattr(_front_build, "SOURCE", broken)
-    with pytest.raises(_front.FrontError, match="error: .*apples") as caught:
+    monkeypatch.setattr(front_build, "SOURCE", broken)
+    with pytest.raises(front_library.FrontError, match="error: .*apples") as caught:
         find()
     log = pathlib.Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
     assert "apples" in log.read_text()
@@ -332,7 +333,7 @@ def test_a_compilation_that_fails_says_why(monkeypatch, empty_cache_folder):
 def test_a_cache_folder_that_cannot_be_made_says_so(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(_front.FrontError, match="set XDG_CACHE_HOME"):
+    with pytest.raises(front_library.FrontError, match="set XDG_CACHE_HOME"):
         find()
 
 
@@ -350,7 +351,7 @@ class Wheel:
     @property
     def prebuilt(self):
         """Where the library for this PyTorch belongs."""
-        return self.folder / "rebatch" / "torch" / _front.this_torch().prebuilt_name
+        return self.folder / "rebatch/torch/allocator" / front_library.this_torch().prebuilt_name
 
     def install(self, script=INSTALL, **variables):
         """Run a script that calls install()."""
@@ -360,7 +361,7 @@ class Wheel:
 
 @pytest.fixture
 def wheel(tmp_path):
-    package = _front.FOLDER.parent
+    package = front_library.FOLDER.parents[1]
     no_fronts = shutil.ignore_patterns("__pycache__", "front-*.so")
     shutil.copytree(package, tmp_path / "rebatch", ignore=no_fronts)
     return Wheel(tmp_path)
@@ -386,14 +387,14 @@ def test_a_prebuilt_library_for_another_pytorch_is_not_used(wheel, compiled):
 
 def test_a_prebuilt_library_is_not_used_between_two_releases(wheel, compiled):
     shutil.copy(compiled, wheel.prebuilt)
-    version = "{}.{}.0a0+git1234567".format(*_front.this_torch().minor)
+    version = "{}.{}.0a0+git1234567".format(*front_library.this_torch().minor)
     assert is_refused(wheel.install(f"torch.__version__ = {version!r}\n" + INSTALL))
 
 
 def build_misnamed(path):
     """Build a library that says it is for PyTorch 2.7.1."""
     source = 'extern "C" const char *rebatch_torch_version(void) { return "2.7.1"; }\n'
-    command = [*_front_build.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    command = [*front_build.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True)
 
 

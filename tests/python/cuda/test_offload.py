@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rebatch.torch as rebatch
-from rebatch.torch import _host_inputs
+from rebatch.torch.saving import host_inputs
 
 from conftest import INSTALLED, STANDIN, assert_passes_installed
 
@@ -112,13 +112,13 @@ def assert_recomputed_from_the_same(model):
 
 def moved(monkeypatch):
     """The shapes of the inputs that go to host memory from now on."""
-    shapes, made = [], _host_inputs._Input.__init__
+    shapes, made = [], host_inputs._Input.__init__
 
     def note(self, tensor, *arguments):
         shapes.append(tuple(tensor.shape))
         made(self, tensor, *arguments)
 
-    monkeypatch.setattr(_host_inputs._Input, "__init__", note)
+    monkeypatch.setattr(host_inputs._Input, "__init__", note)
     return shapes
 
 
@@ -322,7 +322,7 @@ def test_an_oom_at_every_fifth_operation_is_survived():
 def test_an_oom_in_any_copy_is_survived(monkeypatch):
     """In the forward pass, in the backward pass, and ahead of the module that needs it."""
     expected = trained(False)[1], trained(False, micro=2)[1]
-    copy, left = _host_inputs._Input._copy, [0]
+    copy, left = host_inputs._Input._copy, [0]
 
     def fails(self, *arguments):
         left[0] -= 1
@@ -330,7 +330,7 @@ def test_an_oom_in_any_copy_is_survived(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         copy(self, *arguments)
 
-    monkeypatch.setattr(_host_inputs._Input, "_copy", fails)
+    monkeypatch.setattr(host_inputs._Input, "_copy", fails)
     for n in range(1, 8):  # four to the host, three back
         left[0] = n
         ooms, state = trained(True)

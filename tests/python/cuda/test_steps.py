@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rebatch.torch as rebatch
-from rebatch.torch._backward import Backward
-from rebatch.torch._trainer_update import TrainerUpdate
-from rebatch.torch._update import first_update_bytes
+from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.update import TrainerUpdate
+from rebatch.torch.program.update import first_update_bytes
 
 from conftest import INSTALLED, STANDIN, assert_passes_installed
 

@@ -21,7 +21,7 @@ import traceback
 
 FOLDER = pathlib.Path(__file__).parent
 _SECONDS = 300  # a pair takes a few; more where other programs run
-_IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "rebatch.torch._ranks", "trained")
+_IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "rebatch.torch.ranks.ranks", "trained")
 
 
 def run(module, function, *arguments, size=2, killed=(), backend=None):

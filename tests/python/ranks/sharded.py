@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from rebatch.torch._backward import Backward
+from rebatch.torch.trainers.backward import Backward
 import models
 from models import FailAt, fails_above, placed, same_bits
 from trained import RANK_OF_FAILURES, error_of, failing, failures_of, gone, step_of, swept

@@ -1,0 +1,2 @@
+"""rebatch's pool in front of PyTorch's CUDA allocator: install(), and the C++ that it compiles
+and loads."""

@@ -1,0 +1,56 @@
+"""Modules that make one cut of a batch incomparable with another, and switching them off."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, List
+
+import torch
+
+from rebatch.torch.private import BatchNorm, Dropout, SpectralNorm, SpectralNormHook
+
+BATCH_NORM = (BatchNorm,)
+DROPOUT = (Dropout,)
+
+
+def training_modules(root: torch.nn.Module, kinds: tuple[Any, ...]) -> List[torch.nn.Module]:
+    """Modules of some kinds that are in training mode. BatchNorm also where its running statistics
+    are not kept: it then normalizes by the micro-batch in evaluation mode too."""
+    return [
+        m
+        for m in root.modules()
+        if isinstance(m, kinds) and (m.training or (kinds is BATCH_NORM and m.running_mean is None))
+    ]
+
+
+def power_iterations(root: torch.nn.Module) -> List[torch.nn.Module]:
+    """Modules of spectral_norm, of both kinds that PyTorch has, that improve their estimate in each
+    forward pass."""
+    return [
+        m
+        for m in root.modules()
+        if m.training
+        and (
+            isinstance(m, SpectralNorm)
+            or any(isinstance(h, SpectralNormHook) for h in m._forward_pre_hooks.values())
+        )
+    ]
+
+
+def name_of(root: torch.nn.Module, module: torch.nn.Module) -> str:
+    return str(next(name for name, m in root.named_modules() if m is module))
+
+
+@contextlib.contextmanager
+def switched_off(modules: List[torch.nn.Module]) -> Iterator[None]:
+    """Some modules in evaluation mode, whatever calls their train()."""
+    was_training = [m.training for m in modules]
+    for m in modules:
+        m.training = False
+        vars(m)["train"] = lambda mode=True, module=m: module
+    try:
+        yield
+    finally:
+        for m, training in zip(modules, was_training):
+            vars(m).pop("train", None)
+            m.training = training

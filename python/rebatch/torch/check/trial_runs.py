@@ -1,0 +1,278 @@
+"""Runs of a Step's batch without its update, for a check: at any cut, and with OOMs on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from rebatch._library import GuardPoint
+from rebatch.torch.batches.switched_off import (
+    BATCH_NORM,
+    DROPOUT,
+    power_iterations,
+    switched_off,
+    training_modules,
+)
+from rebatch.torch.check.fixed_draws import FixedDraws
+from rebatch.torch.check.training_snapshot import (
+    AllGenerators,
+    Snapshot,
+    all_places,
+    optimizers_used_by,
+)
+from rebatch.torch.private import TorchDispatchMode
+from rebatch.torch.program.program import Program, Running
+from rebatch.torch.program.update import Update
+from rebatch.torch.undo.generators import cuda_devices_of
+from rebatch.torch.undo.undo import Undo
+
+Changes = Dict[Tuple[str, str], Any]
+RunAs = Callable[[Program], Tuple[float, int]]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run has left. A gradient is None where there is none."""
+
+    loss: float
+    losses: List[Tuple[int, int, float]]  # of each micro-batch: first sample, count, its share
+    gradients: List[Optional[torch.Tensor]]
+    part_norms: float  # sum of the norms of the micro-batches' gradients
+    changes: Changes
+    rounding: float = 0.0  # of the largest scalar that led to a loss
+    left_bytes: int = 0  # in use after the run, and not before it
+    sizes: Tuple[int, ...] = ()
+
+
+class _FailingAt(TorchDispatchMode):
+    """Runs out of memory at one operation, counted from 1; 0: counts only."""
+
+    def __init__(self, at: int = 0):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.at, self.seen = at, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Tuple[Any, ...] = (), keywords: Any = None
+    ) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory. This is one on purpose, of a check.")
+        return function(*arguments, **(keywords or {}))
+
+
+def _under(mode: _FailingAt, function: Any) -> Any:
+    def run(*arguments: Any) -> Any:
+        with mode:
+            return function(*arguments)
+
+    return run
+
+
+class _NoUpdate(Update):
+    """An update that changes nothing, in the place of a Step's own."""
+
+    def __init__(self, own: Update, mode: Optional[_FailingAt]):
+        super().__init__(own.optimizers, (), None, None)
+        self._own, self._mode = own, mode
+
+    @property
+    def parameters(self) -> List[torch.nn.Parameter]:
+        return self._own.parameters
+
+    def with_gradients(
+        self, parameters: Sequence[Optional[torch.nn.Parameter]]
+    ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
+        return self._own.with_gradients(parameters)
+
+    def zero_grad(self) -> None:
+        for p in self._own.parameters:
+            p.grad = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self._mode or contextlib.nullcontext():
+            loss.backward()
+
+    def first_bytes(self) -> int:
+        return 0
+
+    def kept_bytes(self) -> int:
+        return self._own.kept_bytes()
+
+    def apply(self) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+
+def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
+    squares = sum(float(g.double().square().sum()) for g in gradients if g is not None)
+    return float(squares**0.5)
+
+
+class Rehearsal:
+    """The runs of a batch that runs. Each begins with the state that the training had when the
+    Rehearsal was made; restore() goes back to it. run_as(program) runs the batch as a Step of
+    another program does, with its recovery: (loss, size of the micro-batches at the end)."""
+
+    def __init__(self, running: Running, run_as: RunAs):
+        self._running, self._program, self._run_as = running, running.program, run_as
+        modules = self._program.modules
+        self.named = modules[0] if len(modules) == 1 else modules
+        self.parameters = self._program.update.parameters
+        tensors = [*self.parameters, *modules.buffers()]
+        self._generators = AllGenerators(cuda_devices_of(tensors), self._program.generators)
+        places = all_places(self.named, running.batch, self._program.loss_fn, self._program.owners)
+        self._snapshot = Snapshot(places, self._generators)
+        self._state = Undo((), [*running.undo.state, *optimizers_used_by(self._program.loss_fn)])
+        self._state.begin(())
+        self._state.save(GuardPoint.STEP)
+        self._off = training_modules(modules, BATCH_NORM + DROPOUT)
+        self._off += power_iterations(modules)
+        self.runs = self.ooms = 0
+        self.is_16_bit = False
+        self.draws = True  # unless the first run has drawn no random number
+
+    def restore(self) -> None:
+        self._state.restore(GuardPoint.STEP, has_failed=False)
+        self._snapshot.restore()
+
+    # ---- a run at a cut ----
+
+    def run(
+        self,
+        cut: int,
+        is_fixed: bool = False,
+        is_reversed: bool = False,
+        seed: int = 0,
+        has_batch_norm: bool = False,
+    ) -> Outcome:
+        """The batch in micro-batches of `cut` samples. Fixed: with the same random numbers for
+        every sample. Reversed: the samples in the opposite order. With a seed: other numbers.
+        BatchNorm is in evaluation mode, unless has_batch_norm is set."""
+        self.restore()
+        self.runs += 1
+        if seed:
+            self._generators.seed(seed)
+        running = self._running
+        batch = running.batch
+        if is_reversed:
+            ones = [(at, 1) for at in reversed(range(running.samples))]
+            turned = self._program.cut.arranged(batch, ones, running.samples)
+            running.batch = batch if turned is None else turned
+        mode = FixedDraws(is_fixed)
+        try:
+            off = [m for m in self._off if not (has_batch_norm and isinstance(m, BATCH_NORM))]
+            with switched_off(off), mode:
+                outcome = self._accumulate(cut)
+            self.is_16_bit |= mode.is_16_bit
+            weight = float(running.weight) if self._program.normalizer else 1.0
+            outcome.rounding = mode.rounding() / abs(weight)
+        finally:
+            running.batch = batch
+            for p in self.parameters:
+                p.grad = None
+        outcome.changes = self._snapshot.changes()
+        if self.runs == 1:
+            self.draws = self._snapshot.draws()
+        return outcome
+
+    def _accumulate(self, cut: int) -> Outcome:
+        sums: List[Optional[torch.Tensor]] = [None] * len(self.parameters)
+        losses, norms, samples = [], 0.0, self._running.samples
+        live = self._live_bytes()
+        kept = 0
+        for first in range(0, samples, cut):
+            count = min(cut, samples - first)
+            losses.append((first, count, self._run_part(first, count)))
+            gradients = [p.grad for p in self.parameters]
+            norms += _norm(gradients)
+            for i, (p, gradient) in enumerate(zip(self.parameters, gradients)):
+                p.grad = None
+                if gradient is None:
+                    continue
+                before = sums[i]
+                if before is None:
+                    own = sums[i] = gradient.detach().clone()
+                    kept += own.numel() * own.element_size()
+                else:
+                    sums[i] = before + gradient.detach()
+            del gradients, gradient
+        loss = sum(loss for _, _, loss in losses)
+        left = self._live_bytes() - live - kept if live else 0
+        return Outcome(loss, losses, sums, norms, {}, left_bytes=left)
+
+    def _run_part(self, first: int, count: int) -> float:
+        for p in self.parameters:
+            p.grad = None
+        loss, _ = self._running.weighted_loss(first, count, self.parameters)
+        loss.backward()
+        return float(loss.detach())
+
+    def _live_bytes(self) -> int:
+        if self._program.device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.synchronize(self._program.device)
+        return torch.cuda.memory_allocated(self._program.device)
+
+    # ---- a run with an OOM on purpose, by a Step's own recovery ----
+
+    def count_operations(self, count: int) -> Tuple[int, int]:
+        """Of the first micro-batch of `count` samples: those of loss_fn, and of its backward pass
+        too."""
+        self.restore()
+        mode = _FailingAt()
+        running = copy.copy(self._running)
+        running.program = self._without_update(count, mode)
+        loss, _ = running.weighted_loss(0, count)
+        forward = mode.seen
+        running.program.update.backward(loss)
+        return forward, mode.seen
+
+    def run_step(self, micro: int, fails_at: int = 0) -> Outcome:
+        """The batch as the Step runs it, beginning with micro-batches of `micro` samples. `sizes`
+        of the outcome has the size that they had at the end."""
+        self.restore()
+        self.runs += 1
+        self.ooms += fails_at > 0
+        program = self._without_update(micro, _FailingAt(fails_at) if fails_at else None)
+        try:
+            loss, last = self._run_as(program)
+            gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
+        finally:
+            for p in self.parameters:
+                p.grad = None
+        changes = self._snapshot.changes()
+        return Outcome(loss, [], gradients, 0.0, changes, sizes=(last,))
+
+    def _without_update(self, micro: int, mode: Optional[_FailingAt]) -> Program:
+        """The program without its update, that does not grow, and says nothing. Its loss_fn and
+        its backward pass run under a mode."""
+        own = self._program
+        kept = ("micro_smallest", "micro_largest", "micro_multiple_of", "micro_allowed")
+        limits = {name: v for name, v in own.options.items() if name in kept}
+        return dataclasses.replace(
+            own,
+            update=_NoUpdate(own.update, mode),
+            loss_fn=_under(mode, own.loss_fn) if mode else own.loss_fn,
+            cost=None,
+            lighten=[],
+            on_event=None,
+            options=dict(
+                limits, micro_start=micro, growth=False, on_oom="halve", log_level="quiet"
+            ),
+        )
+
+
+@contextlib.contextmanager
+def restored(rehearsal: Rehearsal) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        rehearsal.restore()

@@ -1,0 +1,117 @@
+"""The arguments of a Step: what is said of a wrong one, and how some become lists with names. Must
+not know a step that runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
+
+import torch
+
+from rebatch.torch.program.mistakes import check_loss_fn
+from rebatch.torch.program.program import Program, listed
+from rebatch.torch.program.update import Update, check_has
+from rebatch.torch.session.session import check_names, session_options
+from rebatch.torch.undo.generators import Generators
+
+if TYPE_CHECKING:
+    from rebatch.torch.ranks.ranks import Ranks
+
+
+def check_arguments(program: Program) -> None:
+    """Arguments that would else fail within a step, or only at an OOM."""
+    for module in listed(program.model):
+        check_has("model", module, "named_buffers", "a torch.nn.Module")
+    given = [("loss_fn", program.loss_fn), *(("lighten", rung) for rung in program.lighten)]
+    may_be_none = (
+        ("normalizer", program.normalizer),
+        ("cost", program.cost),
+        ("on_event", program.on_event),
+    )
+    given += [(name, value) for name, value in may_be_none if value is not None]
+    for name, value in given:
+        if not callable(value):
+            raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
+    check_loss_fn(program.loss_fn)
+    autocast = program.autocast
+    is_context = isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
+    if not (autocast is None or is_context):
+        raise TypeError(
+            f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, or a "
+            "context manager"
+        )
+    Generators((), program.generators)
+    check_names(program.options, "Step")
+    session_options(**program.options)
+
+
+def named_modules(model: Any) -> List[Tuple[str, torch.nn.Module]]:
+    """A single model's parameters have the names that it gives them."""
+    modules = listed(model)
+    return [(f"model[{i}]" if len(modules) > 1 else "", m) for i, m in enumerate(modules)]
+
+
+def named_state(state: Any) -> List[Tuple[str, Any]]:
+    parts = listed(state)
+    for i, part in enumerate(parts):
+        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not (isinstance(part, torch.Tensor) or has_state):
+            raise TypeError(
+                f"rebatch: state[{i}] is of type {type(part).__name__}: expected a tensor, a "
+                "module, or an object with state_dict() and load_state_dict()"
+            )
+    return [(f"state[{i}]", part) for i, part in enumerate(parts)]
+
+
+def check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
+    """ValueError for a model and an optimizer that do not go together."""
+    if not update.parameters:
+        raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
+    parts = [part for part in listed(state) if isinstance(part, torch.nn.Module)]
+    known: Set[Any] = {p for module in (modules, *parts) for p in module.parameters()}
+    known.update(part for part in listed(state) if isinstance(part, torch.Tensor))
+    for optimizer in update.optimizers:
+        if known.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"rebatch: no parameter of the optimizer {type(optimizer).__name__} is in the "
+                "model: expected an optimizer of the model's parameters, or a list of all the "
+                "modules that it updates as the model"
+            )
+
+
+def ranks_or_none(
+    program: Program,
+    group: Any,
+    timeout_seconds: float,
+    window: Optional[bool],
+    shared: Dict[str, str],
+) -> Optional[Ranks]:
+    """The other ranks, where there are some. `shared` is what must be the same on all of them,
+    beside what this finds in the program."""
+    if group is None and not torch.distributed.is_available():
+        return None
+    from rebatch.torch.ranks.ranks import ranks_of  # needs a PyTorch with torch.distributed
+
+    update = program.update
+    own_sizes = "cost" if program.cost else "learn" if program.options.get("learn") else ""
+    if window is None and own_sizes:
+        window = True  # each rank has its own sizes
+    shared = {
+        "clip": str(update.clip),
+        "scaler": type(update.scaler).__name__,
+        "normalizer": "None" if program.normalizer is None else "given",
+        **shared,
+    }
+    ranks = ranks_of(program.modules, group, timeout_seconds, window, update.parameters, shared)
+    if ranks and ranks.lockstep and own_sizes:
+        raise ValueError(
+            f"rebatch: {own_sizes} is given, and window is False: expected one of them, since "
+            "all ranks have the same micro-batches without a window"
+        )
+    if ranks and ranks.window and not program.is_fresh:
+        raise ValueError(
+            "rebatch: gradients is 'inplace', and the model is one of fully_shard(): expected "
+            "'fresh'"
+        )
+    if ranks:
+        ranks.take_update(update)
+    return ranks

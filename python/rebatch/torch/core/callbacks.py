@@ -1,0 +1,378 @@
+"""What C calls in a step: the start of a batch, its micro-batches, their sum over the ranks, and
+the update. Must not know how a session is opened, and what is said of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Tuple
+
+import torch
+
+from rebatch import _library as c
+from rebatch._library import lib
+from rebatch.torch.allocator import install as allocator
+from rebatch.torch.batches.join_on_host import joined_where_it_fits, once_more
+from rebatch.torch.batches.outputs import joined, kept
+from rebatch.torch.check.cut_comparison import FirstCut
+from rebatch.torch.program.gradients import Accumulators
+from rebatch.torch.program.mistakes import hooked, refuse_stepped
+from rebatch.torch.program.program import Running, listed
+from rebatch.torch.program.update import Update
+from rebatch.torch.saving.levels import Rungs
+from rebatch.torch.session.oom import is_oom
+from rebatch.torch.session.session import Ended, Session
+from rebatch.torch.session.weak_methods import weakly
+from rebatch.torch.undo.generators import Generators, cuda_devices_of
+
+if TYPE_CHECKING:
+    from rebatch.torch.ranks.fsdp.lockstep import Lockstep  # need a PyTorch with torch.distributed
+    from rebatch.torch.ranks.ranks import Ranks
+
+_nothing: ContextManager[None] = contextlib.nullcontext()
+
+
+class Callbacks:
+    """Those of one training, whose batch is `running`. Each has a status for C, which the session
+    makes of what it raises."""
+
+    def __init__(self, running: Running, ranks: Optional[Ranks], cuts: FirstCut):
+        self.cuts = cuts
+        self.rungs = Rungs(running.program.lighten, running.undo)
+        self.outputs: Any = None  # what loss_fn returned beside the loss, joined or summed
+        self.is_applied = False  # the update of this batch
+        self._running, self._ranks = running, ranks
+        self._session: Optional[Session] = None
+        self._own_accumulators = Accumulators()  # of a rank that trains alone
+        self._trained: List[torch.nn.Parameter] = []  # in this batch
+        self._hooked: List[torch.nn.Parameter] = []  # of these, with hooks of the backward pass
+        self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
+        self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
+        self._accumulated = 0  # samples
+        self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
+        self._extras: List[Any] = []  # of the micro-batches that are accumulated
+        self.ops = self._make_ops()
+
+    def _make_ops(self) -> c.StepOps:
+        program, gone = self._running.program, c.Status.E_USER
+        ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
+        ops.zero_grad = c.ZeroGrad(weakly(self._call_zero_grad, gone))
+        ops.forward_backward = c.ForwardBackward(weakly(self._call_forward_backward, gone))
+        ops.optimizer_step = c.OptimizerStep(weakly(self._call_optimizer_step, gone))
+        if program.lighten:
+            ops.lighten = c.Lighten(weakly(self._call_lighten, gone))
+        if program.cost:
+            ops.cost = c.Cost(weakly(self._call_cost, gone=0))  # the next callback fails
+        if self._ranks:
+            ops.reduce = c.Reduce(weakly(self._call_reduce, gone))
+        return ops
+
+    # ---- who takes part ----
+
+    @property
+    def session(self) -> Session:
+        """The one that calls these."""
+        assert self._session is not None  # C calls within one
+        return self._session
+
+    def use(self, session: Optional[Session]) -> None:
+        """From now on this one calls them; None: it is closed."""
+        self._session = session
+
+    def guards(self) -> List[Any]:
+        """What saves and restores the state that an attempt changes."""
+        running, program = self._running, self._running.program
+        tensors = program.update.parameters + list(program.modules.buffers())
+        running.generators = Generators(cuda_devices_of(tensors), program.generators)
+        return [running.told, running.generators, self._update, running.undo]
+
+    @property
+    def accumulators(self) -> Accumulators:
+        """Of the gradients: other ones once a window is left."""
+        return self._ranks.accumulators if self._ranks else self._own_accumulators
+
+    @property
+    def _lockstep(self) -> Optional[Lockstep]:
+        return self._ranks.lockstep if self._ranks else None
+
+    @property
+    def _update(self) -> Update:
+        return self._running.program.update
+
+    # ---- a batch ----
+
+    def begin(self, batch: Any, is_training: bool = True) -> None:
+        """A batch runs from now on: it is checked, and what it may change is looked for."""
+        running = self._running
+        once_more("length", running.begin, batch)
+        self._accumulated, self.is_applied = 0, False
+        self.session.saves_attempts = True
+        running.loss = None
+        once_more("normalizer", running.weigh)
+        undo = running.undo
+        running.told.begin()
+        undo.begin(batch, is_training)
+        self._trained, self._kept = self._update.with_gradients(undo.tree.entries())
+        if self._ranks and self._ranks.window:
+            self._trained, self._kept = self._ranks.window.trained(), []
+
+    def begin_step(self) -> None:
+        """The batch trains."""
+        self.accumulators.keep_earlier(self._kept)
+
+    def _zero_loss(self) -> torch.Tensor:
+        return torch.zeros((), device=self.session.device, dtype=self._loss_dtype)
+
+    def end(self) -> None:
+        """Nothing of the batch is held."""
+        running = self._running
+        running.undo.end()
+        running.end()
+        self._trained = self._kept = self._hooked = []
+        self._extras.clear()
+
+    # ---- what C calls ----
+
+    def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
+        return self.session.run(body, *arguments)
+
+    def _call_zero_grad(self, _user: Any) -> int:
+        return self._run(self._zero_grad)
+
+    def _call_optimizer_step(self, _user: Any) -> int:
+        return self._run(self._optimizer_step)
+
+    def _call_forward_backward(self, microbatch: Any, _user: Any) -> int:
+        mb = microbatch[0]
+        if mb.is_abandoned:
+            assert self._lockstep is not None  # no other group abandons a micro-batch
+            return self._abandon(self._lockstep, mb.first)
+        if self._ranks and not mb.probing:
+            self._running.total, self._running.divisor = mb.batch, self._ranks.weight()
+        return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
+
+    def _call_reduce(self, is_abandoned: bool, _user: Any) -> int:
+        assert self._ranks is not None  # else C has no function to call
+        if is_abandoned:
+            return self._ranks.abandon(self._trained)
+        return self._run(self._reduce, self._ranks)
+
+    def _call_lighten(self, level: int, _user: Any) -> int:
+        if level > len(self.rungs):
+            return c.Status.E_UNSUPPORTED
+        return self._run(self.set_level, level)
+
+    def _call_cost(self, first: int, count: int, _user: Any) -> int:
+        cost = self._running.program.cost
+        assert cost is not None  # else C has no function to call
+        try:
+            return max(0, int(once_more("cost", cost, self._running.batch, first, count)))
+        except BaseException as error:
+            self.session.keep_error(error)
+            return 0
+
+    # ---- what they do ----
+
+    def _zero_grad(self) -> None:
+        running = self._running
+        self._accumulated, self.is_applied = 0, False
+        self.session.saves_attempts = True
+        if self._ranks:
+            self._ranks.check_batches()
+            self._ranks.restart()
+        self._update.zero_grad()
+        self._extras.clear()
+        running.loss, self._is_whole = None, False
+        micro = lib.rebatch_get_micro(self.session.rb, running.samples)
+        if micro >= running.samples and not self._ranks:
+            self._is_whole = self._own_accumulators.begin_whole(self._trained)
+        if not self._is_whole:
+            self._begin_cut(micro < running.samples)
+
+    def _begin_cut(self, is_cut: bool) -> None:
+        """The gradients and losses of this batch are accumulated."""
+        is_apart = is_cut and self._running.program.is_fresh
+        self._is_whole, self._hooked = False, hooked(self._trained)
+        self.accumulators.begin_batch(self._trained, is_apart and self.session.is_pooled)
+        # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
+        # recovered from.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._running.loss = self._zero_loss()
+
+    def set_level(self, level: int) -> None:
+        """Of `lighten`."""
+        if self._session and self._session.meter:
+            self._session.meter.measure_again()
+        self.rungs.set_level(level)
+
+    def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
+        running = self._running
+        count = count if is_trial else running.with_rest(first, count)
+        if count == 0:
+            self._run_nothing()
+            return
+        is_last = first + count == running.samples
+        if self._is_whole and count < running.samples:  # the whole batch did not fit
+            self._begin_cut(True)
+        # Without other ranks a sum of losses would be one more small block in the last pass.
+        is_launching = bool(self._ranks) and is_last and running.program.is_fresh and not is_trial
+        self._accumulate(first, count, is_launching)
+        if is_last:
+            if not self._ranks:
+                self._finish_gradients()
+            self._join_outputs()
+            # The update begins without calling the program.
+            self.session.saves_attempts = self._ranks is not None
+        self._accumulated += count
+        if self._ranks:
+            self._ranks.note_micro(count)
+
+    def _join_outputs(self) -> None:
+        """Within a micro-batch, where an OOM is recovered from."""
+        self.outputs = None
+        if any(extras is not None for extras in self._extras):
+            self.outputs = joined_where_it_fits(lambda: joined(self._extras), self._extras)
+
+    def _run_nothing(self) -> None:
+        """A micro-batch without samples. Lockstep keeps the collectives of the one before it."""
+        if not self._lockstep:
+            lib.rebatch_mutating(self.session.rb)
+            return
+        status = lib.rebatch_mutating_together(self.session.rb)
+        if status != c.Status.OK:
+            raise Ended(status)
+
+    def _finish_gradients(self) -> None:
+        self.accumulators.expose()
+        self._update.finish_gradients()
+
+    def _reduce(self, ranks: Ranks) -> None:
+        """Of all ranks. May run out of memory after its collectives: it then runs again."""
+        assert self._running.loss is not None  # all samples are accumulated
+        ranks.finish(self._running.loss)
+        self._finish_gradients()
+        self._reserve_update()
+
+    def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
+        try:
+            loss, extras = self._pass(first, count, is_launching)
+        except BaseException:
+            self._put_back()
+            raise
+        self._declare()
+        self.session.succeeded()
+        self._add(loss)
+        self._extras.append(extras)
+
+    def _pass(self, first: int, count: int, is_launching: bool) -> Tuple[torch.Tensor, Any]:
+        """Forward and backward. Returns the micro-batch's part of the loss, and what was beside
+        it."""
+        running = self._running
+        if self._lockstep:
+            self._lockstep.begin_pass()
+        if running.loss is None and not self._is_whole:
+            running.loss = self._zero_loss()
+        loss, extras = running.weighted_loss(first, count, self._looked_at(first))
+        if not (running.program.is_fresh or self._is_whole):
+            lib.rebatch_mutating(self.session.rb)
+            self.accumulators.expose(is_added_to=True)
+        total = self._with(loss.detach()) if is_launching else None
+        noted = [(p, p._version) for p in self._hooked] if count < running.samples else []
+        with _nothing if total is None else self.accumulators.launching(total):
+            self._update.backward(loss)
+        if noted:
+            refuse_stepped(listed(running.program.model), noted)
+        return loss.detach(), kept(extras)
+
+    def _with(self, loss: torch.Tensor) -> torch.Tensor:
+        """The losses of the batch so far, with that of a micro-batch."""
+        if self._loss_dtype != torch.float64 == loss.dtype:
+            self._loss_dtype = loss.dtype
+        loss = loss.to(self.session.device, self._loss_dtype)
+        so_far = self._running.loss
+        return loss if so_far is None else so_far.to(loss.dtype) + loss
+
+    def _add(self, loss: torch.Tensor) -> None:
+        """A micro-batch is accumulated."""
+        so_far = self._running.loss
+        if so_far is None or torch.float64 == loss.dtype != so_far.dtype:
+            self._running.loss = self._with(loss)
+        else:
+            so_far.add_(loss.to(so_far.device))
+        if self._is_whole:
+            return
+        if self._running.program.is_fresh:
+            self.accumulators.add()
+        else:
+            self.accumulators.take_exposed()
+
+    def _looked_at(self, first: int) -> List[torch.nn.Parameter]:
+        """Parameters to which loss_fn must give no gradient: not those in no optimizer of the Step,
+        which may be another's that loss_fn steps. All are looked at once in a batch."""
+        own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
+        return own[:1] if first else own
+
+    def _put_back(self) -> None:
+        """The gradients and the modules of a micro-batch that is not accumulated."""
+        self.accumulators.clear()
+        self._running.undo.put_back(c.GuardPoint.ATTEMPT)
+
+    def _declare(self) -> None:
+        """The accumulators are about to change. In lockstep: if all ranks have run the
+        micro-batch."""
+        if not self._lockstep:
+            lib.rebatch_mutating(self.session.rb)
+            return
+        status = lib.rebatch_mutating_together(self.session.rb)
+        self._lockstep.end_pass(status == c.Status.OK)
+        if status == c.Status.OK:
+            return
+        self._put_back()
+        raise Ended(status)
+
+    def _abandon(self, lockstep: Lockstep, first: int) -> int:
+        """This rank's micro-batch has failed, and the others' goes on: the status for C."""
+        smallest = max(1, self._running.program.limits.get("micro_smallest", 0))
+        count = min(smallest, self._running.samples - first)
+
+        def run() -> None:
+            loss, _ = self._running.weighted_loss(first, count)
+            self._update.backward(loss)
+
+        try:
+            lockstep.issue_rest(run)
+        except BaseException as error:  # the step has its error already
+            return c.Status.OOM if is_oom(error) else c.Status.E_USER
+        finally:
+            lockstep.begin_pass()
+            self._put_back()
+        return c.Status.OK
+
+    # ---- the update ----
+
+    def _optimizer_step(self) -> None:
+        samples = self._running.samples
+        if self._accumulated != samples:  # a callback was left early, and nobody was told
+            raise RuntimeError(
+                f"rebatch: {self._accumulated} of {samples} samples are in the gradients: "
+                "expected all of them; the parameters are as they were"
+            )
+        self._reserve_update()
+        if self._ranks:
+            self._ranks.begin_update(is_on_host=self._update.reads_gradients)
+        lib.rebatch_mutating(self.session.rb)
+        self.accumulators.put_buffers()
+        with allocator.tag("optimizer"):
+            self._update.apply()
+        self.is_applied = True
+
+    def _reserve_update(self) -> None:
+        needed, meter = self._update.first_bytes(), self.session.meter
+        if meter:
+            meter.promised_bytes = 0
+        if needed and lib.rebatch_reserve(self.session.rb, needed) == c.Status.OOM:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {needed / (1 << 20):.2f} MiB for the "
+                "optimizer's first step."
+            )
+        if needed and meter:
+            self._update.rehearse()

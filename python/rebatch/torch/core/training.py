@@ -1,0 +1,361 @@
+"""Training: runs the effective batches of a program, one update each. A Step has one for users, and
+a Backward one for trainers that update by themselves."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import ctypes as C
+import warnings
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ContextManager,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+import torch
+
+from rebatch import _library as c
+from rebatch import plot
+from rebatch._library import lib
+from rebatch._user_code import user_stacklevel
+from rebatch.torch.allocator import install as allocator
+from rebatch.torch.batches.batch_norm import batch_norms, keep_pairs, train_any
+from rebatch.torch.batches.cut import Cut
+from rebatch.torch.check.check import check_step
+from rebatch.torch.check.cut_comparison import FirstCut
+from rebatch.torch.check.findings import Check, accepted_kinds
+from rebatch.torch.core.arguments import (
+    check_arguments,
+    check_match,
+    named_modules,
+    named_state,
+    ranks_or_none,
+)
+from rebatch.torch.core.callbacks import Callbacks
+from rebatch.torch.core.check_and_exit import check_if_asked, probe_if_asked
+from rebatch.torch.program.program import Program, Running, listed, refuse_update_in_loss_fn
+from rebatch.torch.program.update import Update
+from rebatch.torch.session.probe import Probe, run_probe
+from rebatch.torch.session.report import Report, point_of, report_of
+from rebatch.torch.session.session import Session, session_options, why_of
+from rebatch.torch.undo.changes_outside import Told
+from rebatch.torch.undo.undo import Undo
+
+if TYPE_CHECKING:
+    from rebatch.torch.ranks.ranks import Ranks  # needs a PyTorch with torch.distributed
+
+TRAINS, EVALUATES, PROBES = range(3)  # calls that all ranks of fully_shard() make together
+_HISTORY = 10000  # steps that are kept for plot()
+_nothing: ContextManager[None] = contextlib.nullcontext()
+
+
+class Training:
+    """The updates of a program, with its session, and with the other ranks where there are some.
+    `number` is that of the next update."""
+
+    def __init__(
+        self,
+        running: Running,
+        ranks: Optional[Ranks] = None,
+        cuts: Optional[FirstCut] = None,
+        number: int = 0,
+    ):
+        self.running, self.ranks = running, ranks
+        self.callbacks = Callbacks(running, ranks, cuts or FirstCut())
+        self.session: Optional[Session] = None  # once it is open
+        self.number = number
+        self.report = Report()
+        self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
+        self.history: Deque[plot.Point] = collections.deque(maxlen=_HISTORY)
+        self._micro = 0  # where a session that is opened begins; 0: where the options say
+        self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
+
+    @property
+    def program(self) -> Program:
+        """Whose batches run."""
+        return self.running.program
+
+    @property
+    def micro(self) -> int:
+        """The micro-batch size with which the next batch begins, in samples; 0: not known yet."""
+        if not (self.session and self.report.samples):
+            return int(self._micro or self.program.options.get("micro_start", 0))
+        return int(lib.rebatch_get_micro(self.session.rb, self.report.samples))
+
+    # ---- the session ----
+
+    def open(self) -> Session:
+        """The session, opened when a batch first runs, and again when the allocator or the device
+        is another, or BatchNorm trains from now on."""
+        device, session = self.program.device, self.session
+        is_pooled = device.type == "cuda" and allocator.installed()
+        if allocator.installed() and device.type == "cpu":
+            raise ValueError(
+                "rebatch: the model is on the CPU, and install() manages the GPU's memory: move "
+                "the model to the GPU first"
+            )
+        is_same = session and session.is_pooled == is_pooled and session.device == device
+        if session and is_same and (self.program.keeps_pairs or not train_any(self._batch_norms)):
+            return session
+        if session:
+            self.close()
+            self.callbacks.accumulators.forget()
+        return self._open(device)
+
+    def _open(self, device: torch.device) -> Session:
+        program, callbacks = self.program, self.callbacks
+        callbacks.set_level(min(callbacks.rungs.wanted, len(callbacks.rungs)))
+        given = dict(program.options)
+        if self._micro:
+            given.update(micro_start=self._micro, learn=False)
+        self._batch_norms = batch_norms(program.modules)
+        program.keeps_pairs |= train_any(self._batch_norms)
+        if program.keeps_pairs:
+            given = keep_pairs(given)
+        options = session_options(**given)
+        if self.ranks:
+            self.ranks.join(options, device)
+        session = Session(device, options, guards=callbacks.guards(), on_event=program.on_event)
+        self.session = session
+        callbacks.use(session)
+        c.check(lib.rebatch_set_lighten(session.rb, callbacks.rungs.level))
+        c.check(lib.rebatch_set_step(session.rb, self.number))
+        return session
+
+    def close(self) -> None:
+        """The next batch opens another session, which begins at the size of this one."""
+        if self.session:
+            self._micro = self.micro
+            self.session.close()
+            self.session = None
+            self.callbacks.use(None)
+
+    # ---- around what runs ----
+
+    def gathered(self, call: int) -> ContextManager[None]:
+        """Around calls that run the model: parameters of fully_shard() are whole."""
+        return self.ranks.gathered(call) if self.ranks else _nothing
+
+    def quiet(self) -> ContextManager[Any]:
+        """Around what runs the model: it makes no collectives of its own."""
+        return self.ranks.quiet() if self.ranks else _nothing
+
+    @contextlib.contextmanager
+    def holding(self, batch: Any, is_training: bool = True) -> Iterator[Session]:
+        """Within it the batch is `running`, for a call that updates nothing."""
+        session = self.open()
+        self.callbacks.begin(batch, is_training)
+        try:
+            yield session
+        finally:
+            self.callbacks.end()
+
+    # ---- an update ----
+
+    def run(self, batch: Any) -> torch.Tensor:
+        """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
+        refuse_update_in_loss_fn()
+        if not self.report.samples:  # the first batch
+            check_if_asked(self, batch)
+            probe_if_asked(self, batch)
+        return self._run(batch)
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        session = self.open()
+        try:
+            with self.gathered(TRAINS):
+                return self._run_gathered(session, batch)
+        except Exception as error:
+            if not (self.ranks and self.ranks.is_to_leave(error)):
+                raise
+            self._leave_window(self.ranks, str(error))
+        return self._run(batch)
+
+    def _leave_window(self, ranks: Ranks, who: str) -> None:
+        """On all ranks: the parameters are not whole from now on."""
+        self.close()
+        ranks.leave_window()
+        warnings.warn(
+            f"rebatch: {who} has no memory for the whole parameters of fully_shard(): from now "
+            "on micro-batches gather them, on all ranks, and have the same sizes on all",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+    def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
+        self._begin_together(session, batch)
+        running, callbacks = self.running, self.callbacks
+        try:
+            with self.quiet():
+                status, filled = self._call(session)
+            micros = self.ranks.micros() if self.ranks else ()
+            self.report = report_of(filled, running.samples, micros)
+            if not status and callbacks.is_applied:
+                self._finish(session, filled)
+            session.raise_failure(status)
+            with self.quiet():
+                callbacks.cuts.compare(running, filled)
+        except BaseException as error:
+            if not callbacks.is_applied:
+                callbacks.accumulators.restore_earlier()
+            if self.ranks:
+                self.ranks.explain(error)
+            raise
+        finally:
+            callbacks.end()
+        assert running.loss is not None  # a batch that succeeds has one
+        return running.loss
+
+    def _begin_together(self, session: Session, batch: Any) -> None:
+        """The other ranks hear of a failure, instead of waiting."""
+        try:
+            self.callbacks.begin(batch)
+            if self.ranks:
+                self.ranks.begin(self.running.weight, batch)
+        except BaseException as error:
+            if self.ranks:
+                lib.rebatch_abandon_step(session.rb, why_of(error))
+            raise
+        self.outputs = None
+        self.callbacks.begin_step()
+        if session.meter:
+            samples = self.running.samples
+            micro = lib.rebatch_get_micro(session.rb, samples)
+            session.meter.begin_step(("step", samples, micro))
+            session.meter.promised_bytes = self.program.update.kept_bytes()
+
+    def _call(self, session: Session) -> Tuple[int, c.StepReport]:
+        filled, ops = c.StepReport(), C.byref(self.callbacks.ops)
+        samples = self.running.samples
+        return session.call(lib.rebatch_step, ops, samples, None, C.byref(filled)), filled
+
+    def _finish(self, session: Session, filled: c.StepReport) -> None:
+        self.callbacks.accumulators.drop_earlier()
+        self.outputs = self.callbacks.outputs
+        self.history.append(point_of(filled, self.running.samples, session.limit_bytes))
+        self.number += 1
+        self.program.update.done()
+
+    # ---- a probe, a check ----
+
+    def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
+        """Step.probe(), without the table."""
+        self.open()
+        with self.gathered(PROBES), self.holding(batch) as session, self.quiet():
+            reserve = reserve_bytes + self.program.update.first_bytes()
+            return run_probe(session, self.callbacks.ops, self.running.samples, reserve)
+
+    def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
+        """Step.check()."""
+        accepted = accepted_kinds(accept)
+        if self.ranks and self.ranks.window:
+            raise ValueError(
+                "rebatch: the model is one of fully_shard(): expected a check of the model before "
+                "fully_shard(), on one rank"
+            )
+        with self.holding(batch), self.program.aside(), self.quiet():
+            return check_step(self.running, self._run_as, accepted)
+
+    def _run_as(self, program: Program) -> Tuple[float, int]:
+        """Run the batch that runs as that of another program, on this rank alone: the loss, and the
+        size of the micro-batches at the end."""
+        running = copy.copy(self.running)
+        running.program, running.has_ranks = program, False
+        training = Training(running, cuts=FirstCut(is_done=True), number=self.number)
+        try:
+            return float(training._run(running.batch)), training.report.micro
+        finally:
+            training.close()
+
+    # ---- a checkpoint ----
+
+    def state_dict(self) -> Dict[str, int]:
+        """What a resumed training needs to go on at the size that was found: plain numbers."""
+        level = self.callbacks.rungs.wanted
+        return {"step": self.number, "micro": self.micro, "lighten_level": level}
+
+    def load_state_dict(self, state: Dict[str, int]) -> None:
+        """Go on where state_dict() was taken."""
+        self.close()
+        for name in ("step", "micro"):
+            if name not in state:
+                raise ValueError(f"rebatch: the state has no {name!r}: expected that of a Step")
+        self.number, self._micro = int(state["step"]), int(state["micro"])
+        self.callbacks.rungs.wanted = int(state.get("lighten_level", 0))
+
+
+def training_of(
+    model: Any,
+    optimizer: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    normalizer: Optional[Callable[[Any], Any]] = None,
+    scaler: Any = None,
+    clip: Optional[float] = None,
+    lr_scheduler: Any = None,
+    autocast: Any = None,
+    cost: Optional[Callable[[Any, int, int], int]] = None,
+    lighten: Any = (),
+    slice: Optional[Callable[[Any, int, int], Any]] = None,
+    length: Optional[Callable[[Any], int]] = None,
+    batch_dim: int = 0,
+    generators: Sequence[Any] = (),
+    state: Any = (),
+    gradients: str = "fresh",
+    on_event: Optional[Callable[[str, Any], None]] = None,
+    group: Any = None,
+    group_timeout: float = 300.0,
+    window: Optional[bool] = None,
+    shared: Optional[Dict[str, str]] = None,
+    updates: bool = True,
+    **options: Any,
+) -> Training:
+    """That of the arguments of a Step, which are checked. `shared` is what else must be the same on
+    all ranks. Without `updates` a trainer steps the optimizer, whatever is in it. All ranks call
+    this together."""
+    if gradients not in ("fresh", "inplace"):
+        raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
+    program = Program(
+        model,
+        loss_fn,
+        Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
+        Cut(batch_dim, slice, length),
+        normalizer=normalizer,
+        autocast=autocast,
+        cost=cost,
+        lighten=listed(lighten),
+        generators=list(generators),
+        is_fresh=gradients == "fresh",
+        on_event=on_event,
+        options=options,
+    )
+    check_arguments(program)
+    if updates:
+        check_match(program.modules, program.update, state)
+    parts = named_state(state)
+    ranks = ranks_or_none(program, group, group_timeout, window, shared or {})
+
+    def changed_by_updates() -> List[torch.nn.Parameter]:
+        return ranks.window.trained() if ranks and ranks.window else program.update.parameters
+
+    undo = Undo(named_modules(model), parts, changed_by_updates)
+    told = Told(
+        program.functions_that_run,
+        lambda: undo.handled() | program.handled(),
+        lambda: program.loss_name,
+    )
+    running = Running(program, undo, told)
+    running.has_ranks = ranks is not None
+    running.has_window = ranks is not None and ranks.window is not None
+    return Training(running, ranks)

@@ -1,0 +1,231 @@
+"""The gradients of an effective batch, kept apart from those of the micro-batch that runs.
+
+An OOM in a backward pass then costs one micro-batch: what was accumulated is untouched. Adding two
+gradients afterwards gives the bits that autograd gives when it adds them itself.
+
+The accumulators of a batch become .grad and are the program's from then on: the next batch has
+others. They are the gradients of the first micro-batch. With a pool that plans they are made before
+the batch begins, so every micro-batch but the first of all needs the same memory, which makes it
+predictable. A batch that runs as a whole needs none: its gradients are those of its only backward
+pass."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Sequence, Tuple
+
+import torch
+
+from rebatch.torch.private import cudagraph_trees, foreach_add_, foreach_copy_
+from rebatch.torch.session.oom import is_oom
+
+if TYPE_CHECKING:
+    from rebatch.torch.session.gpu_wait import Work  # needs a PyTorch with torch.distributed
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _taking(device: Optional[torch.device]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a gradient one that stays. The next run of a CUDA graph of torch.compile
+    (mode="reduce-overhead") would write into the same memory; PyTorch's own accumulation is refused
+    there."""
+    trees = cudagraph_trees()
+    if trees and device and device.type == "cuda" and trees.get_manager(device.index, False):
+        return torch.clone
+    return lambda gradient: gradient
+
+
+class Accumulators:
+    """Sums of gradients. From begin_batch() until the sums are exposed, .grad of the parameters is
+    None.
+
+    Gradients of before the batch that keep_earlier() names are added to the sums when these are
+    exposed. Until then they stay as they are."""
+
+    def __init__(self) -> None:
+        self._parameters: List[torch.nn.Parameter] = []
+        # In their order. A tensor's own hash is a function in Python, so there is no dict of them.
+        self._sums: List[Any] = []  # tensors, and None where there is no gradient yet
+        self._has_sum: List[bool] = []  # there is a gradient in this batch
+        self._are_dense = False  # all sums, of which there is one for each parameter
+        self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._has_earlier = False  # the sums contain the earlier gradients
+
+    def launching(self, loss: torch.Tensor) -> ContextManager[Any]:
+        """Around the backward pass of the last micro-batch of a batch whose loss is given."""
+        return contextlib.nullcontext()
+
+    def put_buffers(self) -> None:
+        """The update begins."""
+
+    def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Before a batch whose gradients are to be added to what is in .grad."""
+        self._earlier = [(p, p.grad) for p in parameters if p.grad is not None]
+
+    def restore_earlier(self) -> None:
+        """After a batch that failed."""
+        self.clear()
+        for p, gradient in self._earlier:
+            p.grad = gradient
+        self._earlier = []
+
+    def drop_earlier(self) -> None:
+        """After a batch that succeeded."""
+        self._earlier = []
+
+    def begin_batch(
+        self, parameters: Sequence[torch.nn.Parameter], makes_sums: bool = False
+    ) -> None:
+        """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
+        gradients are kept apart, and the sums of those that had a gradient in the batch before are
+        made now."""
+        wanted = (
+            {id(p) for p, t in zip(self._parameters, self._sums) if _is_like(t, p)}
+            if (makes_sums)
+            else ()
+        )
+        self._parameters = list(parameters)
+        self._sums = [None] * len(self._parameters)  # the program has those of before
+        self._has_sum = [False] * len(self._parameters)
+        self._are_dense = False
+        self._has_earlier = False
+        self.clear()
+        if wanted:
+            self._make_sums(wanted)
+
+    def begin_whole(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """An effective batch begins that runs as a whole, with no gradients in .grad: those of its
+        only backward pass stay there. False: they have to be taken."""
+        device = parameters[0].device if parameters else None
+        if self._earlier or _taking(device) is torch.clone:
+            return False
+        self._parameters, self._sums, self._has_sum = list(parameters), [], []
+        self._has_earlier = True
+        return True
+
+    def _make_sums(self, wanted: set[Any]) -> None:
+        """An OOM is for the first micro-batch to meet: its gradients can be the sums too."""
+        try:
+            self._sums = [
+                torch.empty_like(p, requires_grad=False) if id(p) in wanted else None
+                for p in self._parameters
+            ]
+        except Exception as error:
+            if not is_oom(error):
+                raise
+
+    def forget(self) -> None:
+        """Make new accumulators in the next batch, where the parameters then are."""
+        self._parameters, self._sums, self._has_sum = [], [], []
+
+    def clear(self) -> None:
+        """Drop the gradients of the micro-batch that runs."""
+        for p in self._parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def expose(self, is_added_to: bool = False) -> None:
+        """Put the sums into .grad, where an optimizer finds them, or autograd, which adds. Those of
+        a whole batch are there."""
+        if not self._has_earlier:
+            self._add_earlier(is_added_to)
+        for p, total, has_sum in zip(self._parameters, self._sums, self._has_sum):
+            if has_sum:
+                p.grad = total
+
+    def _add_earlier(self, is_added_to: bool) -> None:
+        places = {id(p): i for i, p in enumerate(self._parameters)} if self._earlier else {}
+        for p, earlier in self._earlier:
+            i = places.get(id(p))
+            if i is None or not self._has_sum[i]:
+                p.grad = earlier.clone() if is_added_to else earlier
+            elif _is_dense(self._sums[i]):
+                self._sums[i].add_(earlier)
+            else:
+                self._sums[i] = self._sums[i] + earlier
+        self._has_earlier = True
+
+    def take_exposed(self) -> None:
+        """After a backward pass that has added to the sums itself."""
+        take = self._taking()
+        for i, p in enumerate(self._parameters):
+            gradient = p.grad
+            if gradient is not None:
+                self._sums[i] = gradient if self._has_sum[i] else take(gradient)
+                self._has_sum[i] = True
+                p.grad = None
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add the gradients in .grad. Allocates nothing where they are dense."""
+        even = self._even_gradients()
+        if even:
+            foreach_add_(self._sums, even)
+            self.clear()
+            return
+        sums, has_sum, take = self._sums, self._has_sum, self._taking()
+        totals, added, places, copied = [], [], [], []
+        for i, p in enumerate(self._parameters):
+            gradient = p.grad
+            if gradient is None:
+                continue
+            total = sums[i]
+            if total is None:
+                sums[i] = take(gradient)
+            elif not (_is_dense(total) and _is_dense(gradient)):
+                sums[i] = total + gradient if has_sum[i] else take(gradient)
+            elif has_sum[i]:
+                totals.append(total)
+                added.append(gradient)
+            else:
+                places.append(total)
+                copied.append(gradient)
+            has_sum[i] = True
+            p.grad = None
+        if added:
+            foreach_add_(totals, added)
+        if copied:
+            foreach_copy_(places, copied)
+
+    def _even_gradients(self) -> List[torch.Tensor]:
+        """Those of all parameters, where each has a dense one and a dense sum, as in most
+        micro-batches; else none. The layouts of the sums are asked once."""
+        if not self._are_dense:
+            self._are_dense = all(self._has_sum) and all(map(_is_dense, self._sums))
+        if not self._are_dense:
+            return []
+        found = [p.grad for p in self._parameters]
+        dense = [g for g in found if g is not None and g.layout is torch.strided]
+        return dense if len(dense) == len(found) else []
+
+    def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return _taking(self._parameters[0].device if self._parameters else None)
+
+
+class SharedAccumulators(Accumulators, abc.ABC):
+    """Those of one rank among several, which sum what each has accumulated."""
+
+    @abc.abstractmethod
+    def begin_step(self) -> None:
+        """Nothing is summed over the ranks yet."""
+
+    @abc.abstractmethod
+    def finish(self, loss: torch.Tensor) -> None:
+        """Sum the gradients and the loss over the ranks. After an OOM it may be called again.
+        Raises Lost."""
+
+    @abc.abstractmethod
+    def sums(self) -> Work:
+        """The collectives that finish() has started."""
+
+    @abc.abstractmethod
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take part in the collectives that are left as a rank that has failed. May run out of
+        memory. Raises Lost."""
+
+
+def _is_like(total: Optional[torch.Tensor], p: torch.nn.Parameter) -> bool:
+    return total is not None and _is_dense(total) and total.dtype is p.dtype

@@ -1,0 +1,208 @@
+"""What runs in micro-batches: what a Step is made with, and its batch that runs. Checks and the
+comparison of cuts read these; they must not know the Step, its session and its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
+
+from rebatch._library import Event
+from rebatch.torch.allocator import install as allocator
+from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
+from rebatch.torch.batches.cut import Cut
+from rebatch.torch.batches.outputs import split_result
+from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
+from rebatch.torch.program.update import Update
+from rebatch.torch.undo.changes_outside import Told
+from rebatch.torch.undo.generators import Generators
+from rebatch.torch.undo.undo import Undo
+
+
+def listed(value: Any) -> List[Any]:
+    """One thing or several, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class _LossFn(threading.local):
+    is_running = False  # in this thread
+
+
+_loss_fn = _LossFn()
+
+
+def refuse_update_in_loss_fn() -> None:
+    """An update within an attempt could not be taken back."""
+    if _loss_fn.is_running:
+        raise ValueError(
+            "rebatch: a Step was called within a loss_fn, where its update would stay if the "
+            "micro-batch fails and runs again: expected a call before or after the Step whose "
+            "loss_fn that is"
+        )
+
+
+@dataclasses.dataclass
+class Program:
+    """What a Step is made with, by the names of its arguments."""
+
+    model: Any
+    loss_fn: Callable[[Any, Any], Any]
+    update: Update  # optimizers, schedulers, scaler, clip
+    cut: Cut  # batch_dim, slice, length
+    normalizer: Optional[Callable[[Any], Any]] = None
+    autocast: Any = None
+    cost: Optional[Callable[[Any, int, int], int]] = None
+    lighten: List[Callable[[bool], None]] = dataclasses.field(default_factory=list)
+    generators: List[Any] = dataclasses.field(default_factory=list)
+    is_fresh: bool = True  # gradients
+    on_event: Optional[Callable[[str, Event], None]] = None
+    options: Dict[str, Any] = dataclasses.field(default_factory=dict)  # of the session
+
+    keeps_pairs: bool = False  # BatchNorm has been in training mode
+
+    # What an adapter says of it.
+    loss_name: str = "loss_fn"  # what users call it
+    owners: List[Any] = dataclasses.field(default_factory=list)  # of what loss_fn may change
+    functions: Optional[List[Any]] = None  # that loss_fn runs; None: it is one itself
+    # Around runs of loss_fn that are no part of a step.
+    aside: Callable[[], ContextManager[Any]] = contextlib.nullcontext
+
+    @functools.cached_property
+    def modules(self) -> torch.nn.ModuleList:
+        """Those of the model."""
+        return torch.nn.ModuleList(listed(self.model))
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, now."""
+        return self.update.device
+
+    @property
+    def limits(self) -> Dict[str, Any]:
+        """The options, with those that BatchNorm asks for."""
+        return keep_pairs(self.options) if self.keeps_pairs else self.options
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether no micro-batch has one sample."""
+        return self.keeps_pairs and self.limits.get("micro_smallest", 1) > 1
+
+    def functions_that_run(self) -> List[Any]:
+        """Those of the program that run in a micro-batch."""
+        return self.functions or [self.loss_fn]
+
+    def handled(self) -> Set[int]:
+        """The ids of what a Step steps, saves or calls by itself."""
+        update = self.update
+        parts = [*update.optimizers, *update.schedulers, update.scaler, *self.generators]
+        return {id(part) for part in (*parts, *listed(self.model))}
+
+    def loss_of(self, samples: Any) -> Tuple[Any, Any]:
+        """What loss_fn returns of them: the loss, and what is beside it."""
+        was_running, _loss_fn.is_running = _loss_fn.is_running, True
+        try:
+            with self._autocasting():
+                return split_result(self.loss_fn(self.model, samples))
+        finally:
+            _loss_fn.is_running = was_running
+
+    def _autocasting(self) -> ContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        if isinstance(self.autocast, torch.dtype):
+            return torch.autocast(self.device.type, dtype=self.autocast)
+        context: ContextManager[Any] = self.autocast
+        return context
+
+
+class Running:
+    """The batch that runs: of a training, an evaluation, a probe or a check. One object serves all
+    batches of a Step, one after another."""
+
+    def __init__(self, program: Program, undo: Undo, told: Told):
+        self.program, self.undo, self.told = program, undo, told
+        self.has_ranks = False  # other ranks train the model too
+        self.has_window = False  # and it is one of fully_shard()
+        self.generators = Generators((), program.generators)  # as they are saved
+        self.batch: Any = None
+        self.samples = 0
+        self.weight: Any = None  # what the losses are divided by, with a normalizer
+        # The same of all ranks, and their samples.
+        self.divisor: Any = None
+        self.total = 0
+        self._is_first_loss = True
+        self.loss: Optional[torch.Tensor] = None  # so far; None: there was no memory for it
+
+    def begin(self, batch: Any) -> None:
+        """Another batch, which is checked."""
+        self.samples = self.program.cut.length(batch)
+        self.batch = batch
+
+    def weigh(self) -> None:
+        """Ask the normalizer."""
+        normalizer = self.program.normalizer
+        self.weight = normalizer(self.batch) if normalizer else None
+        self.divisor, self.total = self.weight, self.samples
+
+    def end(self) -> None:
+        """Nothing of the batch is held."""
+        self.batch = self.weight = self.divisor = None
+
+    def part(self, first: int, count: int) -> Any:
+        """These samples."""
+        return self.program.cut.part(self.batch, first, count, self.samples)
+
+    def with_rest(self, first: int, count: int) -> int:
+        """How many samples the micro-batch of `count` runs; 0: they ran with those before it."""
+        return with_rest(first, count, self.samples) if self.program.has_pairs else count
+
+    def allowed_sizes(self) -> List[int]:
+        """The micro-batch sizes that the options allow for it, the largest first."""
+        options, samples = {} if self.program.cost else self.program.limits, self.samples
+        largest = min(options.get("micro_largest") or samples, samples)
+        smallest = options.get("micro_smallest") or 1
+        multiple = options.get("micro_multiple_of") or 1
+        listed = options.get("micro_allowed") or range(multiple, largest + 1, multiple)
+        sizes = {size for size in listed if smallest <= size <= largest and size % multiple == 0}
+        return sorted(sizes, reverse=True) or [samples]
+
+    def weighted_loss(
+        self, first: int, count: int, trained: Sequence[torch.nn.Parameter] = ()
+    ) -> Tuple[torch.Tensor, Any]:
+        """The loss, weighted by its part of the batch, and what loss_fn returned beside it. It
+        gives no gradient to `trained`, which have none."""
+        program = self.program
+        samples = self.part(first, count)
+        with allocator.tag("forward"):
+            loss, extras = program.loss_of(samples)
+        refuse_gradients(program.loss_name, listed(program.model), trained)
+        self._check(loss)
+        if self._is_first_loss:
+            refuse_scaled(program.loss_name, loss)
+            self._is_first_loss = False
+        if program.normalizer:
+            return loss / self.divisor, extras
+        return (loss if count == self.total else loss * (count / self.total)), extras
+
+    def _check(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ValueError(
+                f"rebatch: loss_fn returned {what}: expected a scalar tensor, the "
+                f"{'sum' if self.program.normalizer else 'mean'} over the samples"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
+                "parameters, and no torch.no_grad() around it"
+            )

@@ -1,0 +1,1 @@
+"""Several ranks that train one model: votes, agreement, and DistributedDataParallel."""

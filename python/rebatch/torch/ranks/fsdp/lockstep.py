@@ -1,0 +1,226 @@
+"""Models of fully_shard() (FSDP2) whose whole parameters do not fit: micro-batches keep PyTorch's
+own collectives, so all ranks run the same ones (rebatch_options.lockstep).
+
+A rank that fails within a micro-batch goes on with the collectives that it has not issued: those of
+an earlier micro-batch, with zeros; in the first one it runs a few samples instead, and leaves out
+what it had issued."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from typing import Any, Callable, List, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rebatch.torch.private import set_group_timeout
+from rebatch.torch.ranks.fsdp.window import Window
+from rebatch.torch.ranks.fsdp.window_reduction import lost_if_failed
+from rebatch.torch.session.oom import is_oom, let_go
+from rebatch.torch.session.session import Lost
+
+# Of a group, in a step: the reduction is a sum, since losses are weighted by the samples of all
+# ranks.
+_OPEN = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
+_TRIES = 3
+
+
+class _Call(NamedTuple):
+    """A collective, as far as it must be the same on all ranks."""
+
+    comm: Any  # fully_shard()'s own
+    group: Any
+    dtype: torch.dtype
+    sizes: tuple[int, ...]  # of output and input
+    options: tuple[Any, ...]  # other arguments by name
+
+
+class _Comm:
+    """What a group of fully_shard() calls: counts its collectives."""
+
+    def __init__(self, comm: Any, lockstep: "Lockstep"):
+        self.plain, self._lockstep = comm, lockstep
+
+    def allocate(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        allocated: torch.Tensor = self.plain.allocate(*arguments, **keywords)
+        return allocated
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
+    ) -> Any:
+        sizes = (output_tensor.numel(), input_tensor.numel())
+        call = _Call(self.plain, group, output_tensor.dtype, sizes, tuple(options.items()))
+        return self._lockstep.issue(call, output_tensor, input_tensor)
+
+
+def why_not(window: Window) -> str:
+    """Why a model cannot be trained without a window; "": it can."""
+    for group in window.groups:
+        if getattr(group.mesh_info, "replicate_process_group", None) is not None:
+            return (
+                "the mesh of fully_shard() has several dimensions (HSDP): expected a mesh of one "
+                "dimension"
+            )
+        if not (hasattr(group, "_all_gather_comm") and hasattr(group, "_reduce_scatter_comm")):
+            return (
+                f"PyTorch {torch.__version__} does not let a Step count the collectives of "
+                "fully_shard(): expected 2.11 or newer"
+            )
+    return ""
+
+
+class Lockstep(Window):
+    """Of one root of fully_shard(), on all ranks of its mesh. Unlike in a window, parameters are
+    gathered and sharded again in each pass."""
+
+    def __init__(self, root: torch.nn.Module, timeout_seconds: float):
+        super().__init__(root)
+        why = why_not(self)
+        if why:
+            raise ValueError(f"rebatch: window is False, and {why}")
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        set_timeout = getattr(dist, "set_timeout", set_group_timeout)
+        for group in self._groups:  # of a collective that a rank cannot come to
+            set_timeout(timeout, group.mesh_info.shard_process_group)
+        self._kept: List[dict[Any, Any]] = []  # settings of the groups, while it is open
+        self._known: List[_Call] = []  # of the last micro-batch that succeeded on all ranks
+        self._is_lost = False
+        self.on_lost: Callable[[Lost], Any] = lambda error: None
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """The next collective is the first of a micro-batch."""
+        self._issued: List[_Call] = []
+        self._skipped = self._left_out = 0
+
+    def trained(self) -> List[torch.nn.Parameter]:
+        """This rank's parts: their gradients are reduced in each pass."""
+        return self.shards()
+
+    @property
+    def is_open(self) -> bool:
+        return False  # no parameter is whole between two passes
+
+    def open(self) -> None:
+        """A step begins."""
+        if self._kept:
+            return
+        self.begin_pass()
+        for group in self._groups:
+            self._kept.append({name: getattr(group, name) for name in _OPEN})
+            vars(group).update(_OPEN)
+            group._all_gather_comm = _Comm(group._all_gather_comm, self)
+            group._reduce_scatter_comm = _Comm(group._reduce_scatter_comm, self)
+
+    def close(self) -> None:
+        """The model has its settings again. Makes no collective."""
+        for group, kept in zip(self._groups, self._kept):
+            vars(group).update(kept)
+            group._all_gather_comm = group._all_gather_comm.plain
+            group._reduce_scatter_comm = group._reduce_scatter_comm.plain
+        self._kept = []
+
+    # ---- collectives ----
+
+    def issue(self, call: _Call, output: torch.Tensor, input: torch.Tensor) -> Any:
+        """One of fully_shard()'s, unless it is left out, because it was issued before."""
+        if self._left_out < self._skipped:
+            self._left_out += 1
+            _fill(output, input)
+            return None
+        if self._is_lost:
+            raise Lost("the connection to another rank is lost")
+        self._issued.append(call)  # what runs out of memory in it does so in its wait
+        try:
+            with lost_if_failed():
+                return call.comm(
+                    output_tensor=output,
+                    input_tensor=input,
+                    group=call.group,
+                    **dict(call.options),
+                )
+        except Lost as error:
+            self._is_lost = True
+            self.on_lost(error)
+            raise
+
+    def end_pass(self, has_succeeded: bool) -> None:
+        """The collectives of a micro-batch are over; whether it has succeeded on all ranks."""
+        if has_succeeded:
+            self._known = self._issued
+        self.begin_pass()
+
+    def issue_rest(self, run: Callable[[], Any]) -> None:
+        """Issue the collectives of a micro-batch that has failed here, as far as it has not. run()
+        runs a few samples forward and backward. Raises what makes that impossible."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._issue_rest(run)
+                return
+            except Exception as error:
+                if not is_oom(error) or not left:
+                    raise
+                let_go(error)
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def _issue_rest(self, run: Callable[[], Any]) -> None:
+        self.reset()
+        count, device = len(self._issued), self._groups[0].device
+        if self._known and self._known[:count] == self._issued:
+            for call in self._known[count:]:
+                zeros = [torch.zeros(n, dtype=call.dtype, device=device) for n in call.sizes]
+                self.issue(call, *zeros)
+            return
+        self._skipped, self._left_out = count, 0
+        try:
+            run()
+        finally:
+            self._skipped = self._left_out = 0
+            self.reset()
+
+    def reset(self) -> None:
+        """After an exception in a pass on this rank: the next one begins as if there had been none,
+        with sharded parameters and no gradients."""
+        root: Any = self._root
+        if hasattr(root, "reset_iter_state"):  # since 2.13
+            root.reset_iter_state()
+        else:
+            _reset(root._get_fsdp_state(), self._groups)
+
+
+def _fill(output: torch.Tensor, input: torch.Tensor) -> None:
+    """Values of the right scale, in place of those of the other ranks."""
+    if output.numel() < input.numel():
+        output.zero_()
+        return
+    own = input.clone()  # which may be a part of the output
+    output.view(-1, own.numel()).copy_(own.expand(output.numel() // own.numel(), -1))
+
+
+def _reset(state: Any, groups: List[Any]) -> None:
+    """FSDPModule.reset_iter_state() of 2.13, for versions before it."""
+    context, comm = state._state_ctx, state._comm_ctx
+    stream = state._device_handle.current_stream()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        held = getattr(comm, name, None)
+        if held is not None and held.event is not None:
+            stream.wait_event(held.event)
+        setattr(comm, name, None)
+    comm.post_forward_order.clear()
+    for part in context.all_states:
+        part._training_state = type(part._training_state).IDLE
+        part._modules_to_run_forward.clear()
+    for group in groups:
+        group.finalize_backward()  # waits for what is under way
+        group._reshard_after_forward_event = group._partial_reduce_output = None
+        group._training_state = type(group._training_state).IDLE
+        for p in group.fsdp_params:
+            p.sharded_param.grad = p.unsharded_accumulated_grad = None
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.grad = None
+        group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False

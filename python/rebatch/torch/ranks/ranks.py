@@ -1,0 +1,386 @@
+"""The ranks that train one model together with a Step: how they vote, how their gradients are
+summed, and what each tells the others."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as C
+import gc
+import weakref
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+
+from rebatch import _library as c
+from rebatch.torch.private import sync_module_states
+from rebatch.torch.program.gradients import SharedAccumulators
+from rebatch.torch.program.update import Update, check_above_zero
+from rebatch.torch.ranks import agreement
+from rebatch.torch.ranks.ddp_gradients import ReducedAccumulators, backend_of
+from rebatch.torch.ranks.ddp_wrapper import (
+    Quiet,
+    buffers_of,
+    caps_of,
+    check_modules,
+    compression_of,
+    group_of,
+    warn_if_alone,
+    wrappers_in,
+)
+from rebatch.torch.ranks.fsdp.lockstep import Lockstep, why_not
+from rebatch.torch.ranks.fsdp.lockstep_gradients import LockstepAccumulators
+from rebatch.torch.ranks.fsdp.sharded_gradients import ShardedAccumulators
+from rebatch.torch.ranks.fsdp.window import Window, window_of
+from rebatch.torch.ranks.fsdp.window_gradients import WindowAccumulators
+from rebatch.torch.ranks.votes import Votes
+from rebatch.torch.session.gpu_wait import Work
+from rebatch.torch.session.oom import is_oom, let_go
+from rebatch.torch.session.session import Exhausted, Lost, PeerFailed
+from rebatch.torch.session.weak_methods import weakly
+
+_WEIGHT, _MICRO, _KEYS = range(3)  # what each rank's votes say beside the C library's words
+_MOST = 1 << 32  # calls have smaller numbers
+_SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
+
+
+def ranks_of(
+    modules: torch.nn.ModuleList,
+    group: Any,
+    timeout_seconds: float,
+    has_window: Optional[bool],
+    trained: Sequence[torch.nn.Parameter],
+    options: Dict[str, Any],
+) -> Optional["Ranks"]:
+    """None where a Step trains on this rank alone. Without a window, models of fully_shard() are
+    trained in lockstep; with None they are where whole parameters do not fit. `options` are those
+    that must be the same on all ranks. All ranks call this together."""
+    check_above_zero("group_timeout", timeout_seconds, "seconds")
+    wrappers = wrappers_in(modules)
+    make = (lambda root: Lockstep(root, timeout_seconds)) if has_window is False else None
+    window = window_of(modules, group, make)
+    process_group = window.group if window else group_of(wrappers, group)
+    if process_group is None:
+        if group is None:
+            warn_if_alone(modules)
+        return None
+    ranks = Ranks(modules, wrappers, process_group, timeout_seconds, window, has_window)
+    ranks.agree(trained, options)
+    return ranks
+
+
+class NoRoom(Exception):
+    """A rank has no memory for the whole parameters, and all are to go on in lockstep."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank}")
+        self.rank = rank
+
+
+class Ranks:
+    """Those of a process group."""
+
+    def __init__(
+        self,
+        modules: torch.nn.ModuleList,
+        wrappers: List[Any],
+        group: Any,
+        timeout_seconds: float,
+        window: Optional[Window] = None,
+        has_window: Optional[bool] = True,
+    ):
+        check_modules(modules)
+        self._modules, self._wrappers = modules, wrappers
+        # destroy_process_group() is to end its threads
+        self._group: Callable[[], Any] = weakref.ref(group)
+        self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
+        self.window = window  # of a model of fully_shard()
+        self.lockstep: Optional[Lockstep] = None
+        if has_window is None and window and why_not(window):
+            has_window = True
+        self._has_window = has_window
+        sent = compression_of(wrappers)
+        self._votes = Votes(group, timeout_seconds, values=3)
+        self._votes.on_abort = weakly(self._abort)
+        self._sums: Optional[Work] = None  # that the last update uses
+        self._is_torn = False  # they never came
+        self._has_compared, self._keys = False, ""  # those of the first batch
+        self._update: Optional[Update] = None  # of a model of fully_shard()
+        self.accumulators: SharedAccumulators = (
+            WindowAccumulators(window, timeout_seconds)
+            if window
+            else ReducedAccumulators(
+                group, timeout_seconds, caps_of(wrappers), sent, weakly(self._buffers)
+            )
+        )
+        if isinstance(window, Lockstep):
+            self._begin_lockstep(window)
+
+    def _begin_lockstep(self, lockstep: Lockstep) -> None:
+        self.window = self.lockstep = lockstep
+        lockstep.on_lost = weakly(self._note_lost)
+        self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
+        self._join_update()
+
+    def leave_window(self) -> None:
+        """From now on parameters are not whole. All ranks call this together."""
+        assert self.window is not None  # else there is none to leave
+        self._begin_lockstep(Lockstep(self.window.root, self._timeout_seconds))
+
+    def take_update(self, update: Update) -> None:
+        """From now on an update of a model of fully_shard() clips by the norm that all ranks have
+        found, and its GradScaler skips what all of them skip. ValueError for one that cannot."""
+        if self.window:
+            self.window.check_match(update, update.scaler)
+            self._update = update
+            self._join_update()
+
+    def _join_update(self) -> None:
+        sums, update = self.accumulators, self._update
+        if update and isinstance(sums, ShardedAccumulators):
+            sums.has_norm, sums.scaler = update.clip is not None, update.scaler
+            update.clip_gradients, update.unscale_gradients = sums.clip, sums.unscale
+
+    @staticmethod
+    def is_to_leave(error: Exception) -> bool:
+        """Whether leave_window() is the answer."""
+        return isinstance(error, NoRoom)
+
+    @property
+    def size(self) -> int:
+        return self._votes.size
+
+    def agree(self, trained: Sequence[torch.nn.Parameter], options: Dict[str, Any]) -> None:
+        """Raises ValueError on all ranks where their models or options differ. A plain model's
+        parameters become those of rank 0, as DistributedDataParallel's do."""
+        mine = agreement.of_model(self._modules, trained)
+        if self.window:
+            mine["window"] = str(self._has_window)
+        else:
+            mine["buckets of bytes"] = str(caps_of(self._wrappers))
+            mine["gradients sent as"] = str(compression_of(self._wrappers))
+        agreement.check(self._everyones({**mine, **options}))
+        if self.window:
+            self.window.connect()
+            return
+        self._take_parameters()
+
+    def _everyones(self, mine: Any) -> List[Any]:
+        said: List[Any] = [None] * self.size
+        dist.all_gather_object(said, mine, group=self._votes.group)
+        return said
+
+    def _take_parameters(self) -> None:
+        plain = [m for m in self._modules if not any(w in self._wrappers for w in m.modules())]
+        for module in plain:
+            devices = {
+                t.device.type
+                for t in module.state_dict(keep_vars=True).values()
+                if isinstance(t, torch.Tensor)
+            }
+            sync_group = self._votes.group if devices <= {"cpu"} else self._group()
+            root = dist.get_process_group_ranks(self._group())[0]
+            sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
+
+    def _buffers(self) -> List[dict[Any, Any]]:
+        tables = [module._buffers for module in self._modules.modules() if module._buffers]
+        if not tables:
+            return []
+        wanted = {id(b) for b in buffers_of(self._modules, self._wrappers)}
+        return [t for t in tables if any(id(b) in wanted for b in t.values())]
+
+    def _abort(self) -> None:
+        """End NCCL's collectives: their kernels would wait for the other rank for ever. Those of
+        an update that is enqueued may be among them."""
+        backend = backend_of(self._group(), self._device)
+        if backend.name() == "nccl":
+            has_sums = self._sums is None or self._sums.is_done_within(self._timeout_seconds)
+            self._is_torn = not has_sums
+            getattr(backend, "abort" if hasattr(backend, "abort") else "_abort")()
+
+    # ---- for a Step ----
+
+    def join(self, options: c.Options, device: torch.device) -> None:
+        """Make a session one of this group. Raises ValueError where the process group cannot reduce
+        gradients on a device."""
+        self._votes.check()
+        try:
+            backend_of(self._group(), device)
+        except RuntimeError:
+            raise ValueError(
+                f"rebatch: the model is on {device}, and the process group, of the backend "
+                f"{dist.get_backend(self._group())!r}, has none for it: expected the model on the "
+                "backend's device, or init_process_group('cpu:gloo,cuda:nccl')"
+            ) from None
+        self._device = device
+        options.group = C.pointer(self._votes.table)
+        options.lockstep = c.Toggle.ON if self.lockstep else c.Toggle.OFF
+        options.group_timeout_ms = max(1, int(1000 * self._timeout_seconds))
+
+    def quiet(self) -> ContextManager[Any]:
+        """Within it DistributedDataParallel runs without collectives."""
+        return self._quiet.quiet()
+
+    @contextlib.contextmanager
+    def gathered(self, call: int) -> Iterator[None]:
+        """Within it the parameters of fully_shard() are whole, unless in lockstep. Raises NoRoom on
+        all ranks, where that is an answer. All ranks enter it together, with
+        the same `call`. Raises Exhausted where this rank has no memory for them, and PeerFailed
+        where another one has none."""
+        if not self.window:
+            yield
+            return
+        self._check_connection()
+        if not self.lockstep:
+            why = self._prepare(self.window)
+            self._vote_to_gather(call, why)
+        try:
+            self._gather(self.window)
+            yield
+        finally:
+            self.window.close()
+
+    def _check_connection(self) -> None:
+        self._votes.check()
+        if self._votes.lost:
+            raise PeerFailed(
+                f"rebatch: another rank is missing: {self._votes.lost}", self._votes.missing
+            )
+
+    def _prepare(self, window: Window) -> str:
+        """Why there is no memory for the whole parameters, or nothing."""
+        why = ""
+        for _ in range(2):
+            try:
+                window.prepare()
+                return ""
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                why = str(error)
+                let_go(error)
+            _release()
+        return why
+
+    def _vote_to_gather(self, call: int, why: str) -> None:
+        words = (C.c_uint64 * 3)(call, _MOST - call, self._votes.rank if why else self.size)
+        if self._votes.smallest(words) != c.Status.OK:
+            self._check_connection()
+        least, most, failed = words[0], _MOST - words[1], words[2]
+        if failed < self.size and least == most and self._has_window is None:
+            raise NoRoom(failed)
+        if why:
+            raise Exhausted(
+                "out of memory when the parameters of fully_shard() were gathered; they are as "
+                f"they were: free memory, raise the limit, or use more ranks\n{why}"
+            )
+        if failed < self.size:
+            raise PeerFailed(
+                f"rebatch: rank {failed} has no memory for the whole parameters of fully_shard()",
+                failed,
+            )
+        if least != most:
+            raise ValueError(
+                "rebatch: one rank trains and another evaluates: expected the same call of the "
+                "Step on all ranks, since fully_shard() gathers parameters from all of them"
+            )
+
+    def _gather(self, window: Window) -> None:
+        """The memory was there a moment ago."""
+        for left in reversed(range(3)):
+            try:
+                window.open()
+                return
+            except Lost as error:
+                self._votes.note_lost(error)
+                self._check_connection()
+            except Exception as error:
+                if not is_oom(error) or not left:
+                    raise
+                let_go(error)
+            _release()
+
+    def begin(self, weight: Any, batch: Any) -> None:
+        """A step begins. `weight` is what this rank's losses are divided by, if it is not the
+        number of samples. Raises RuntimeError where the process group is destroyed."""
+        self._votes.check()
+        self._keys = "" if self._has_compared else agreement.keys_of(batch)
+        compression_of(self._wrappers)  # a hook may be registered at any time
+        self.accumulators.begin_step()
+        keys = agreement.number_of(self._keys)
+        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0, keys]
+
+    def check_batches(self) -> None:
+        """After the first vote of a step. Raises ValueError on all ranks where the first batch has
+        other keys on some: each rank has the digests of all, so all come here or none."""
+        if self._has_compared:
+            return
+        if len(set(self._votes.received(_KEYS))) > 1:
+            agreement.check_keys(self._everyones(self._keys))
+        self._has_compared = True
+
+    def weight(self) -> float:
+        """The sum of all ranks' weights, in the order of the ranks."""
+        return sum(self._votes.received(_WEIGHT))
+
+    def note_micro(self, count: int) -> None:
+        """A micro-batch of `count` samples has run."""
+        self._votes.values[_MICRO] = max(self._votes.values[_MICRO], count)
+
+    def restart(self) -> None:
+        self._votes.values[_MICRO] = 0.0
+
+    def micros(self) -> Tuple[int, ...]:
+        """The size of each rank's micro-batches in the last step."""
+        return tuple(int(count) for count in self._votes.received(_MICRO))
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """Sum the gradients and the loss over the ranks. Raises Lost."""
+        try:
+            self.accumulators.finish(loss)
+        except Lost as error:
+            self._note_lost(error)
+            raise
+
+    def begin_update(self, is_on_host: bool) -> None:
+        """All have voted for the update, which NCCL's sums may still precede on the stream. An
+        update that reads them on the host waits for them first. Raises Lost."""
+        self._sums = sums = self.accumulators.sums()
+        if not is_on_host:
+            return
+        try:
+            sums.wait(self._timeout_seconds)
+        except Lost as error:
+            self._sums = None  # nothing has used them
+            self._note_lost(error)
+            raise
+
+    def _note_lost(self, error: Lost) -> None:
+        self._votes.note_lost(error)
+        error.rank = self._votes.missing
+
+    def explain(self, error: BaseException) -> None:
+        """Say that this rank has updated with sums that were never there, where that is so."""
+        if self._is_torn and isinstance(error, PeerFailed):
+            error.is_torn = True
+            error.args = (
+                f"{error}; before that, this rank has updated its parameters with gradients of "
+                "which the missing rank's part never came: restore a checkpoint",
+            )
+
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Take part in the reduction as a rank that has failed: the status for C."""
+        try:
+            self.accumulators.abandon(parameters)
+        except Lost as error:
+            self._votes.note_lost(error)
+            return c.Status.E_PEER
+        except BaseException as error:  # the step has its error already
+            return c.Status.OOM if is_oom(error) else c.Status.E_USER
+        return c.Status.OK
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

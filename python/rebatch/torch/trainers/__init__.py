@@ -1,0 +1,1 @@
+"""Trainers that clip and update by themselves: their passes, update and evaluation."""

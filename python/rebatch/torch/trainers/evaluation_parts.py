@@ -1,0 +1,51 @@
+"""Evaluation by a Trainer, in parts of its batches where memory asks for that."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from rebatch.torch.batches.cut import Cuts
+from rebatch.torch.batches.run_map import run_map
+from rebatch.torch.session.report import MapReport
+from rebatch.torch.session.session import Session, session_options
+from rebatch.torch.undo.generators import Generators
+
+# Options of a Step that count for an evaluation too; its sizes are those of training.
+_OPTIONS = ("log_level", "log_file", "log_format")
+
+
+class Parts:
+    """Calls functions on the samples of a batch, without gradients. A call that runs out of memory
+    is repeated with fewer samples, and so are the next calls of the same key."""
+
+    def __init__(self, cut: Cuts, options: Dict[str, Any]):
+        self._cut = cut
+        self._options = {name: options[name] for name in _OPTIONS if name in options}
+        self._session: Optional[Session] = None
+        self.report = MapReport()
+
+    def __call__(
+        self, device: torch.device, function: Callable[[Any], Any], batch: Any, key: int
+    ) -> List[Tuple[int, Any]]:
+        """[(samples, function(part)), ...] in ascending order. A batch that cannot be cut is one
+        part: its samples are not known, and count as 1."""
+        try:
+            samples = self._cut.length(batch)
+        except Exception:  # an OOM in the function then comes out with it
+            return [(1, function(batch))]
+        if self._session is None or self._session.device != device:
+            devices = [device] if device.type == "cuda" else []
+            options = session_options(**self._options)
+            self._session = Session(device, options, guards=[Generators(devices)])
+        results, self.report, status = run_map(
+            self._session, function, batch, samples, key, self._cut
+        )
+        self._session.raise_failure(status)
+        return results
+
+    def one(self, function: Callable[[Any], Any], batch: Any) -> Tuple[int, Any]:
+        """The result for one sample, which tells dimensions apart."""
+        with torch.no_grad():
+            return 1, function(self._cut.part(batch, 0, 1, self._cut.length(batch)))

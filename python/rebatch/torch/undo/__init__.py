@@ -1,0 +1,1 @@
+"""What an attempt that failed has changed: put back, or told."""

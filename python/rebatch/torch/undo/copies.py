@@ -1,0 +1,167 @@
+"""Copies of tensors, and what the contents of tensors add up to."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from rebatch.torch.private import foreach_copy_
+from rebatch.torch.session.oom import is_oom
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Uninitialized memory for a copy: on the tensor's device, or on the host if that is full."""
+    try:
+        return torch.empty_like(tensor, requires_grad=False)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+    return torch.empty_like(tensor, requires_grad=False, device="cpu")
+
+
+def _is_for(memory: torch.Tensor, tensor: Optional[torch.Tensor]) -> bool:
+    return tensor is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """An expanded tensor cannot, and an inference tensor cannot outside of inference mode."""
+    is_expanded = (
+        any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride()))
+        if (tensor.layout == torch.strided)
+        else False
+    )
+    return not (is_expanded or tensor.is_inference())
+
+
+class Copies:
+    """Copies of tensors at one point. Their memory is used again for tensors of the same key."""
+
+    def __init__(self) -> None:
+        self._memory: Dict[Any, torch.Tensor] = {}
+        self._given: Any = None  # the dict for which these are
+        # Tensors and their copies, by kind: PyTorch copies a list by few kernels where all of it
+        # has one type.
+        self._kinds: List[Tuple[List[torch.Tensor], List[torch.Tensor]]] = []
+
+    def save(self, tensors: Dict[Any, torch.Tensor]) -> None:
+        """A dict that was given before has the tensors that it had."""
+        if tensors is not self._given:
+            self._prepare(tensors)
+        try:
+            self._copy(to_tensors=False)
+        except RuntimeError:  # some have another size now
+            self._prepare(tensors)
+            self._copy(to_tensors=False)
+
+    def _prepare(self, tensors: Dict[Any, torch.Tensor]) -> None:
+        """Make memory for these, and give that of others back."""
+        memory = {k: m for k, m in self._memory.items() if _is_for(m, tensors.get(k))}
+        kinds: Dict[Any, Tuple[List[torch.Tensor], List[torch.Tensor]]] = {}
+        for key, tensor in tensors.items():
+            if key not in memory:
+                if not _can_be_written(tensor):
+                    continue
+                memory[key] = memory_like(tensor)
+            own, copies = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
+            own.append(tensor)
+            copies.append(memory[key])
+        self._memory, self._kinds, self._given = memory, list(kinds.values()), tensors
+
+    def _copy(self, to_tensors: bool) -> None:
+        if not self._kinds:
+            return
+        with torch.no_grad():
+            for own, copies in self._kinds:
+                foreach_copy_(*((own, copies) if to_tensors else (copies, own)))
+
+    def restore(self) -> None:
+        for own, copies in self._kinds:
+            for tensor, saved in zip(own, copies):
+                if tensor.shape != saved.shape:  # it was resized
+                    tensor.data = saved.to(tensor.device, copy=True)
+        self._copy(to_tensors=True)
+
+    def has(self) -> set[Any]:
+        return {id(tensor) for own, _ in self._kinds for tensor in own}
+
+
+def copies_on_host(
+    tensors: Sequence[torch.Tensor], most_bytes: int
+) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """(tensor, copy in host memory) of the smallest of some tensors, each once."""
+    made, left = [], most_bytes
+    each = {id(t): t for t in tensors if _can_be_written(t)}.values()
+    for tensor in sorted(each, key=lambda t: t.nbytes):
+        left -= tensor.nbytes
+        if left < 0:
+            break
+        try:
+            made.append((tensor, tensor.detach().to("cpu", copy=True)))
+        except Exception as error:
+            if not is_oom(error):
+                raise
+    return made
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state_dict()."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(part) for part in value)
+    return copy.deepcopy(value)
+
+
+# ---- contents ----
+
+
+def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
+    """Of its memory as 64-bit words, which needs no other memory, and of what is left."""
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+    size, offset = tensor.element_size(), tensor.storage_offset()
+    if not tensor.numel() or span != tensor.numel() or offset * size % 8:
+        return None
+    flat = tensor.detach().as_strided((span,), (1,))
+    whole = span * size // 8 * 8 // size
+    total = flat[:whole].view(torch.int64).sum()
+    return total if whole == span else total + flat[whole:].view(_INTEGERS[size]).sum()
+
+
+def lazy_sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[torch.Tensor]]:
+    """What the bits of each tensor add up to, as integers on its device. None where that cannot be
+    known."""
+    try:
+        return [_sum_of(t) if t.layout == torch.strided else None for t in tensors]
+    except Exception as error:  # of tensors that are none of PyTorch's own, or out of memory
+        if not (is_oom(error) or isinstance(error, (RuntimeError, TypeError, KeyError))):
+            raise
+        return [None] * len(tensors)
+
+
+def read_sums(sums: Sequence[Optional[torch.Tensor]]) -> List[Optional[int]]:
+    """On the host, with one copy for each device."""
+    by_device: Dict[torch.device, Dict[int, torch.Tensor]] = {}
+    for i, total in enumerate(sums):
+        if total is not None:
+            by_device.setdefault(total.device, {})[i] = total
+    found: List[Optional[int]] = [None] * len(sums)
+    try:
+        for totals in by_device.values():
+            for i, number in zip(totals, torch.stack(list(totals.values())).tolist()):
+                found[i] = number
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        return [None] * len(sums)
+    return found
+
+
+def sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[int]]:
+    """Changes through .data increase no version, and change these."""
+    return read_sums(lazy_sums_of(tensors))

@@ -1,0 +1,139 @@
+"""The random number generators, which a retry must find as they were."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import torch
+
+from rebatch._library import GuardPoint
+from rebatch._user_code import user_stacklevel
+
+Functions = Tuple[Callable[[], Any], Callable[[Any], Any]]  # to get and to set a state
+
+
+def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
+    """The CUDA devices of some tensors, each once."""
+    return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
+
+
+def functions_of(generator: Any) -> Functions:
+    """How to get and set the state of a generator of PyTorch, NumPy or Python."""
+    if hasattr(generator, "bit_generator"):  # numpy.random.Generator
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if hasattr(generator, "getstate"):  # random.Random
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):  # torch.Generator, numpy.random.RandomState
+        return generator.get_state, generator.set_state
+    raise TypeError(
+        f"rebatch: generators has a {type(generator).__name__}: expected generators of PyTorch, "
+        "NumPy or Python"
+    )
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        getattr(generator, "manual_seed" if hasattr(generator, "manual_seed") else "seed")(seed)
+
+
+def is_same_state(a: Any, b: Any) -> bool:
+    """Of two states of one generator."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return repr(a) == repr(b)
+    return len(a) == len(b) and all(
+        (x == y) if isinstance(x, (tuple, str, int, float, type(None))) else bool((x == y).all())
+        for x, y in zip(a, b)
+    )
+
+
+# Steps in which Python's and NumPy's generators are saved, whether loss_fn draws from them or not.
+_LOOKS = 3
+
+
+class Generators:
+    """The states of the global generators of PyTorch, of those of some CUDA devices, and of others.
+    Those of Python and NumPy are saved where an attempt was seen to draw from them: in the first
+    steps, or in one that runs again after a failure."""
+
+    def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
+        self._devices = list(devices)
+        self._always: List[Functions] = [(torch.get_rng_state, torch.set_rng_state)]
+        self._always += [functions_of(generator) for generator in others]
+        self._has_devices = not self._devices  # their generators are there once CUDA is initialized
+        self._used: Dict[str, Functions] = {}
+        self._states: Dict[int, list[Any]] = {}
+        self._steps = 0
+        self._is_suspect = self._is_fresh = False
+        self._maybe_at_begin: Dict[str, Functions] = {}
+
+    def _maybe(self) -> Dict[str, Functions]:
+        """Python's and NumPy's, if it is not known whether they are used."""
+        if self._steps >= _LOOKS and not self._is_suspect:
+            return {}
+        found: Dict[str, Functions] = {}
+        if "random" not in self._used:
+            found["random"] = (random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy.random")
+        if numpy and "numpy.random" not in self._used:
+            found["numpy.random"] = (lambda: numpy.get_state(legacy=False), numpy.set_state)
+        return found
+
+    def _find_devices(self) -> None:
+        self._has_devices = True
+        torch.cuda.init()
+        for device in self._devices:
+            generator = torch.cuda.default_generators[
+                torch.cuda.current_device() if device.index is None else device.index
+            ]
+            self._always.append((generator.get_state, generator.set_state))
+
+    def save(self, point: int) -> None:
+        if not self._has_devices:
+            self._find_devices()
+        if point == GuardPoint.STEP:
+            self._steps += 1
+        elif self._is_fresh:  # nothing ran since the step began
+            self._is_fresh = False
+            self._states[point] = self._states[GuardPoint.STEP]
+            return
+        maybe = self._maybe()
+        each = [*self._always, *self._used.values(), *maybe.values()]
+        self._states[point] = [(put, get()) for get, put in each]
+        self._maybe_at_begin = maybe
+        self._is_fresh = point == GuardPoint.STEP
+
+    def succeeded(self) -> None:
+        """An attempt has: what it drew from is saved from now on."""
+        maybe, self._maybe_at_begin = self._maybe_at_begin, {}
+        if not maybe:
+            return
+        states = self._states[GuardPoint.ATTEMPT][-len(maybe) :]
+        for (name, functions), (_, state) in zip(maybe.items(), states):
+            if not is_same_state(functions[0](), state):
+                self._used[name] = functions
+                if self._is_suspect:
+                    self._warn(name)
+        self._is_suspect = False
+
+    def restore(self, point: int, has_failed: bool = True) -> None:
+        self._is_suspect = self._is_suspect or (has_failed and self._steps > _LOOKS)
+        for put, state in self._states[point]:
+            put(state)
+        self._is_fresh = point == GuardPoint.STEP
+
+    def _warn(self, name: str) -> None:
+        warnings.warn(
+            f"rebatch: loss_fn draws from {name} for the first time after {_LOOKS} steps, and an "
+            "attempt that failed has drawn from it too: its numbers are lost, and from now on they "
+            "are drawn again",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )

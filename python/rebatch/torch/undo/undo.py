@@ -1,0 +1,540 @@
+"""What an attempt changed in the model, in the batch and in `state` is put back, or named.
+
+In the first three steps an Undo looks at everything: before each attempt it takes note of what the
+modules hold, by reference, and of the version of each tensor, which PyTorch increases when it is
+changed in place. What an attempt changed is known from then on: later steps save that alone, with
+the buffers. After a failure Undo looks at everything again while the samples run again: what
+changes then has changed in the attempt that failed too. Contents are compared in the first attempt
+and in such a one, because a change through .data has no version."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+import torch
+
+from rebatch import _library as c
+from rebatch._library import GuardPoint
+from rebatch._user_code import user_stacklevel
+from rebatch.torch.batches.cut import batch_tensors
+from rebatch.torch.undo.copies import (
+    Copies,
+    copied,
+    copies_on_host,
+    lazy_sums_of,
+    read_sums,
+    sums_of,
+)
+from rebatch.torch.undo.module_tree import (
+    MISSING,
+    MOST_ENTRIES,
+    Contents,
+    Held,
+    Place,
+    Tree,
+    put_back_contents,
+    unique,
+    walk,
+)
+
+# Steps of each mode, training or evaluation, in which everything is looked at.
+_LOOKS = 3
+# So much of what might change is copied to the host in the first step.
+_FIRST_BYTES = 512 << 20
+
+
+class NotPutBackError(c.Error):
+    """A failed attempt changed something, and there is no copy of what it was."""
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What changes with the tensor's contents."""
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # it has none: one of inference mode, or without memory
+        return 0, 0
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> List[tuple[Any, ...]]:
+    try:
+        return [(t._version, t.data_ptr()) for t in tensors]
+    except RuntimeError:
+        return [_mark(t) for t in tensors]
+
+
+class _Look:
+    """All that there was at one point."""
+
+    def __init__(self, held: Held, batch: Sequence[Tuple[str, torch.Tensor]], compares: bool):
+        self.held, self.batch = held, batch
+        self.tensors = held.tensors + [tensor for _, tensor in batch]
+        self.marks = _marks(self.tensors)
+        self.sums = sums_of(self.tensors) if compares else None
+
+    def changed(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
+        """The tensors that have changed in place, until `later`, or until now."""
+        marks = _marks(self.tensors) if later is None else later._of(later.marks, self.tensors)
+        found = [t for t, a, b in zip(self.tensors, self.marks, marks) if a != (b or _mark(t))]
+        return unique(found + self.changed_contents(later))
+
+    def changed_contents(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
+        """Those of which that is known by their contents."""
+        if self.sums is None or (later and later.sums is None):
+            return []
+        now = later._of(later.sums or [], self.tensors) if later else sums_of(self.tensors)
+        return [t for t, a, b in zip(self.tensors, self.sums, now) if _differ(a, b)]
+
+    def unmarked(self, later: "_Look") -> List[torch.Tensor]:
+        """Those that have changed without a mark."""
+        marks = later._of(later.marks, self.tensors)
+        marked = {id(t) for t, a, b in zip(self.tensors, self.marks, marks) if a != (b or _mark(t))}
+        return [t for t in self.changed_contents(later) if id(t) not in marked]
+
+    def _of(self, figures: Sequence[Any], tensors: Sequence[torch.Tensor]) -> List[Any]:
+        """Those of these tensors; None for a tensor that was not there."""
+        known = {id(t): figure for t, figure in zip(self.tensors, figures)}
+        return [known.get(id(t)) for t in tensors]
+
+
+class _Entries:
+    """Some entries of tables and attributes, and what is in them, at one point."""
+
+    def __init__(self, places: Sequence[Place]):
+        self._entries = [(p.table, p.key, p.table.get(p.key, MISSING)) for p in places]
+        self._contents: Contents = {}
+        for _, _, value in self._entries:
+            walk(value, self._contents, [], [])
+
+    def put_back(self) -> None:
+        for table, key, value in self._entries:
+            if value is MISSING:
+                table.pop(key, None)
+            elif table.get(key, MISSING) is not value:
+                table[key] = value
+        put_back_contents(self._contents)
+
+
+class _Flags:
+    """Which modules train, and which parameters need a gradient, at one point."""
+
+    def __init__(self, tree: Tree):
+        self._modules = tree.modules
+        self._parameters = [p for p in tree.entries() if p is not None]
+        self._modes = [module.training for module in self._modules]
+        self._needs_gradient = [p.requires_grad for p in self._parameters]
+
+    def put_back(self) -> None:
+        for module, is_training in zip(self._modules, self._modes):
+            if module.training is not is_training:
+                module.training = is_training
+        for p, needs_gradient in zip(self._parameters, self._needs_gradient):
+            if p.requires_grad is not needs_gradient:
+                p.requires_grad_(needs_gradient)
+
+
+class _Watch:
+    """Finds parameters whose contents are others when a module runs than before the attempt: a
+    loss_fn that perturbs them through .data, and puts them back, leaves no other trace."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], sums: Dict[int, Optional[int]]):
+        self._before = sums
+        self._tensors: List[torch.Tensor] = []
+        self._sums: List[Optional[torch.Tensor]] = []
+        self._handles: List[Any] = []
+        if any(_is_compiled(module) for module in modules):
+            return
+        for module in modules:
+            if any(p is not None for p in module._parameters.values()):
+                with contextlib.suppress(RuntimeError):  # one of TorchScript
+                    self._handles.append(module.register_forward_pre_hook(self._look))
+
+    def _look(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        own = [p for p in module._parameters.values() if p is not None]
+        self._tensors += own
+        self._sums += lazy_sums_of(own)
+
+    def found(self) -> List[torch.Tensor]:
+        """Those that were found; it ends."""
+        for handle in self._handles:
+            handle.remove()
+        sums = read_sums(self._sums)
+        return unique(
+            t for t, now in zip(self._tensors, sums) if _differ(self._before.get(id(t)), now)
+        )
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _has_hook(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter with a hook that may step an optimizer within a backward pass."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def _parameters_of(part: Any) -> List[torch.Tensor]:
+    """Of an optimizer; another object has none."""
+    groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
+    return [p for group in groups for p in group["params"]]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def _differ(a: Optional[int], b: Optional[int]) -> bool:
+    return a is not None and b is not None and a != b
+
+
+class Undo:
+    """Saves and restores, at the points of a session's guards, what a step's modules hold, the
+    tensors of its batch, and `state`: tensors, modules, and objects with a state_dict(), by
+    name. trained() gives the parameters that an update changes. Without copies_first, what changes
+    in place in the first attempt of all has no copy, buffers excepted."""
+
+    def __init__(
+        self,
+        modules: Sequence[Tuple[str, torch.nn.Module]],
+        state: Sequence[Tuple[str, Any]] = (),
+        trained: Callable[[], Sequence[torch.Tensor]] = tuple,
+        copies_first: bool = True,
+    ):
+        self._trained = trained
+        own = [(name, part) for name, part in state if isinstance(part, torch.nn.Module)]
+        self.tree = Tree([*modules, *own])
+        self._own_modules = [module for _, module in own]
+        self._own_tensors = {name: part for name, part in state if isinstance(part, torch.Tensor)}
+        self.state = list(state)
+        self._objects = [
+            part for _, part in state if not isinstance(part, (torch.Tensor, torch.nn.Module))
+        ]
+        self._states: Dict[int, list[Any]] = {}
+        self._copies_first = copies_first
+        self._given: Any = ()
+        self._batch: List[Tuple[str, torch.Tensor]] = []
+        self._is_training = True
+        # What was seen to change: in place, in the batch, and entries that are others.
+        self._known: Dict[tuple[Any, ...], Place] = {}
+        self._known_in_batch: Set[str] = set()
+        self._moving: Dict[tuple[Any, ...], Place] = {}
+        # What is saved at each point.
+        self._copied: Dict[Any, torch.Tensor] = {}
+        self._buffers: List[int] = []  # the ids of those that are in it, where it has nothing else
+        self._memory: Dict[int, Copies] = {point: Copies() for point in GuardPoint}
+        self._copies = dict(self._memory)
+        self._is_fresh = False  # nothing ran since the step was saved
+        self._looks: Dict[int, _Look] = {}  # where everything is looked at
+        self._entries: Dict[int, _Entries] = {}
+        self._flags: Optional[_Flags] = None  # where it is not
+        self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
+        # What is not known yet.
+        self._running: Optional[_Look] = None  # what an attempt began with
+        self._watch: Optional[_Watch] = None
+        self._left = {True: 0, False: 0}  # steps in which everything is looked at, by mode
+        self._unknown: Set[bool] = set()  # modes in which no attempt has succeeded
+        self._is_suspect = False  # an attempt has failed, and not all was compared
+        self._was_seen = True  # that attempt was looked at
+        self._told: Set[str] = set()
+        self._told_large: Set[str] = set()
+        self._know_nothing()
+
+    def _know_nothing(self) -> None:
+        self._left = dict.fromkeys(self._left, _LOOKS)
+        self._unknown = {True, False} if self._copies_first else set()
+
+    # ---- a step ----
+
+    def begin(self, batch: Any, is_training: bool = True) -> None:
+        """Before a step or an evaluation. May run out of memory."""
+        if self.tree.refresh():  # of new modules nothing is known
+            self._know_nothing()
+        self._given, self._batch = batch, []
+        if self._known_in_batch:
+            self._find_batch()
+        self._is_training = is_training
+        self._told.clear()
+        self._know_own()
+        self._find_copied()
+
+    def end(self) -> None:
+        """After it: nothing of the step is held."""
+        self._watched()
+        self._left[self._is_training] -= self._left[self._is_training] > 0
+        self._given, self._batch, self._running, self._first, self._flags = (), [], None, [], None
+        self._is_fresh = False
+        if self._known_in_batch:
+            self._copied = {}
+            for copies in self._memory.values():
+                copies.save({})
+        self._looks.clear()
+        self._entries.clear()
+        self._states.clear()
+
+    def _find_batch(self) -> None:
+        self._batch = list(batch_tensors(self._given))
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether everything is looked at."""
+        return self._left[self._is_training] > 0 or self._is_suspect
+
+    def _know_own(self) -> None:
+        """Modules of `state` change in place, whatever was seen."""
+        if not self._own_modules or not self.is_looking:
+            return
+        mine = {
+            id(table)
+            for m in self._own_modules
+            for sub in m.modules()
+            for table in (vars(sub), sub._parameters)
+        }
+        for place, _ in self.tree.take().places(self.tree.prefixes()):
+            if id(place.table) in mine:
+                self._know(place)
+
+    def handled(self) -> Set[int]:
+        """The ids of what is put back, or named, here."""
+        found = [*self.tree.modules, *self.tree.take().tensors, *(part for _, part in self.state)]
+        found += [b for table in self.tree.buffers for b in table.values()]
+        found += [tensor for _, tensor in batch_tensors(self._given)]
+        found += [p for part in self._objects for p in _parameters_of(part)]
+        return {id(part) for part in found}
+
+    # ---- what is copied ----
+
+    def _know(self, place: Place) -> None:
+        self._known[id(place.table), place.key, place.path] = place
+
+    def _find_copied(self) -> None:
+        buffers = list(itertools.chain.from_iterable(map(dict.values, self.tree.buffers)))
+        others = self._own_tensors or self._objects or self._known or self._known_in_batch
+        if not (others or self.is_looking) and list(map(id, buffers)) == self._buffers:
+            return  # as they were
+        self._buffers = [] if others or self.is_looking else list(map(id, buffers))
+        tensors: Dict[Any, Any] = {
+            (id(table), key): b
+            for table in self.tree.buffers
+            for key, b in table.items()
+            if b is not None
+        }
+        tensors.update(self._own_tensors)
+        for i, part in enumerate(self._objects):
+            tensors.update({(i, j): p for j, p in enumerate(_parameters_of(part))})
+        tensors.update((key, place.tensor()) for key, place in self._known.items())
+        tensors.update((name, t) for name, t in self._batch if name in self._known_in_batch)
+        self._copied = {key: t for key, t in tensors.items() if t is not None}
+
+    def _copy_first(self, held: Held) -> None:
+        """Nothing is known yet: copy what no optimizer trains, since that is what changes in place,
+        and what a hook may change."""
+        trained = {id(t) for t in self._trained()}
+        small = [t for t in held.tensors if id(t) not in trained or _has_hook(t)]
+        self._first = copies_on_host(small + [t for _, t in self._batch], _FIRST_BYTES)
+
+    # ---- the points ----
+
+    def save(self, point: int) -> None:
+        self._looks.pop(point, None)
+        is_fresh, self._is_fresh = self._is_fresh, point == GuardPoint.STEP
+        if is_fresh and not self.is_looking:
+            self._save_as_step(point)
+            return
+        self._copies[point] = self._memory[point]
+        if self.is_looking:
+            self._look_at(point)
+        elif point == GuardPoint.STEP:
+            self._flags = _Flags(self.tree)
+        if self._moving:
+            self._find_copied()
+            self._entries[point] = _Entries(list(self._moving.values()))
+        self._copies[point].save(self._copied)
+        if self._objects:
+            self._states[point] = [copied(part.state_dict()) for part in self._objects]
+
+    def _save_as_step(self, point: int) -> None:
+        """What is saved of the step is what there is at the point."""
+        every: Tuple[Dict[int, Any], ...] = (self._copies, self._entries, self._states)
+        for saved in every:
+            if GuardPoint.STEP in saved:
+                saved[point] = saved[GuardPoint.STEP]
+
+    def _look_at(self, point: int) -> None:
+        is_first = self._is_training in self._unknown
+        is_attempt = point == GuardPoint.ATTEMPT
+        held = self.tree.take()
+        self._find_batch()
+        self._find_copied()  # of hidden modules too, which take() finds
+        look = _Look(held, self._batch, self._is_suspect or is_first)
+        self._looks[point] = look
+        self._running = look if is_attempt else None
+        if is_first and not is_attempt:
+            self._copy_first(held)
+        if is_first and is_attempt and look.sums is not None:
+            sums = {id(t): total for t, total in zip(look.tensors, look.sums)}
+            self._watch = _Watch(self.tree.modules, sums)
+
+    def restore(self, point: int, has_failed: bool = True) -> None:
+        """After an attempt, that has failed or was none of the step. Raises Error where something
+        cannot be put back."""
+        look, self._running, self._is_fresh = self._looks.get(point), None, False
+        watched = self._watched()
+        if has_failed and (look is None or look.sums is None):
+            self._is_suspect, self._was_seen = True, look is not None
+        changed = look.changed() if look else []
+        copies = self._copies[point]
+        lost = self._put_back_first(point, changed)
+        self.put_back(point)
+        copies.restore()
+        for part, state in zip(self._objects, self._states.get(point, ())):
+            part.load_state_dict(copied(state))
+        if look:
+            self._warn_of_large(look.held)
+        if look and (changed or watched):
+            self._know_all(look, watched)
+            names = self._know_all(look, changed)
+            self._tell(names, {id(t) for t in lost})
+
+    def _put_back_first(self, point: int, changed: List[torch.Tensor]) -> List[torch.Tensor]:
+        """From the copies on the host, where there is no other. Returns those without any."""
+        saved = self._copies[point].has()
+        first = {id(t): copy for t, copy in self._first if id(t) not in saved}
+        if point != GuardPoint.STEP:
+            for known in self._known_tensors():  # it had changed since then
+                first.pop(id(known), None)
+        with torch.no_grad():
+            for tensor in changed:
+                if id(tensor) in first:
+                    _put_back(tensor, first[id(tensor)])
+        return [t for t in changed if id(t) not in first and id(t) not in saved]
+
+    def put_back(self, point: int) -> None:
+        """Only what modules hold, not yet what is in it: a failed attempt's tensors are let go."""
+        if point in self._looks:
+            self._looks[point].held.put_back()
+        else:
+            if self._flags:
+                self._flags.put_back()
+            if point in self._entries:
+                self._entries[point].put_back()
+
+    def _known_tensors(self) -> List[torch.Tensor]:
+        tensors = [place.tensor() for place in self._known.values()]
+        tensors += [t for name, t in self._batch if name in self._known_in_batch]
+        return [t for t in tensors if t is not None]
+
+    # ---- what is known ----
+
+    def succeeded(self) -> None:
+        """An attempt has. What it changed is saved from now on."""
+        before, self._running = self._running, None
+        if before is None:
+            return
+        self._know_all(before, self._watched())
+        now = _Look(self.tree.take(), self._batch, before.sums is not None)
+        was_suspect, self._is_suspect = self._is_suspect, False
+        self._unknown.discard(self._is_training)
+        prefixes = self.tree.prefixes()
+        moved = [p for p in before.held.changes(now.held, prefixes) if self._is_new(p)]
+        self._moving.update({(id(p.table), p.key): p for p in moved})
+        changed = before.changed(now)
+        known = self._copies[GuardPoint.ATTEMPT].has()
+        if any(id(t) not in known for t in changed):
+            names = self._know_all(before, changed)
+            if was_suspect:
+                lost = before.unmarked(now) if self._was_seen else changed
+                self._tell(names, {id(t) for t in lost} - known)
+        if was_suspect and not self._was_seen and moved:
+            self._warn_of_late([place.name for place in moved])
+
+    def _is_new(self, place: Place) -> bool:
+        return (id(place.table), place.key) not in self._moving
+
+    def _watched(self) -> List[torch.Tensor]:
+        """What has changed within the attempt that has ended."""
+        watch, self._watch = self._watch, None
+        return watch.found() if watch else []
+
+    def _know_all(self, look: _Look, changed: List[torch.Tensor]) -> Dict[str, int]:
+        """Their names, and the ids of the tensors."""
+        wanted, names = {id(t) for t in changed}, {}
+        for place, tensor in look.held.places(self.tree.prefixes()):
+            if id(tensor) in wanted:
+                wanted.remove(id(tensor))
+                names[place.name] = id(tensor)
+                self._know(place)
+        for name, tensor in look.batch:
+            if id(tensor) in wanted:
+                names[name] = id(tensor)
+                self._known_in_batch.add(name)
+        return names
+
+    def _tell(self, names: Dict[str, int], lost: Set[int]) -> None:
+        mine = [name for name, of in names.items() if of in lost and name not in self._told]
+        if not mine:
+            return
+        self._told.update(mine)
+        advice = "give the Step state=[...] with them, and they are put back"
+        if all(name.startswith("batch") for name in mine):
+            advice = "change a copy"
+        raise NotPutBackError(
+            f"rebatch: {_listed(mine)} changed in place in an attempt that failed, and there is no "
+            f"copy of what was there before: loss_fn must not change them, or {advice}",
+            c.Status.E_STATE,
+        )
+
+    def _warn_of_large(self, held: Held) -> None:
+        if not held.has_large:
+            return
+        mine = [n for n in held.large(self.tree.prefixes()) if n not in self._told_large]
+        if mine:
+            self._told_large.update(mine)
+            warnings.warn(
+                f"rebatch: {_listed(mine)} of the model has more than {MOST_ENTRIES} entries, so "
+                "what an attempt that failed changed in it stays: expected fewer, or loss_fn to "
+                "leave it as it is",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+    def _warn_of_late(self, names: List[str]) -> None:
+        warnings.warn(
+            f"rebatch: {_listed(names)} of the model changed in an attempt that failed, and in "
+            f"none of the first {_LOOKS} steps, so what that attempt changed there stays; what "
+            "later ones change is put back",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+    @contextlib.contextmanager
+    def accepting(self) -> Iterator[None]:
+        """What is changed within stays, also when the step is undone."""
+        look, flags = self._looks.get(GuardPoint.STEP), self._flags
+        before = _Look(self.tree.take(), self._batch, compares=False) if look else None
+        try:
+            yield
+        finally:
+            if self.tree.refresh():
+                self._know_nothing()
+            if flags:
+                self._flags = _Flags(self.tree)
+            if look and before:
+                look.held.accept(before.held, self.tree.take())
+                now = {id(t): _mark(t) for t in before.changed()}
+                then = {id(t): mark for t, mark in zip(before.tensors, before.marks)}
+                look.marks = [
+                    now[id(t)] if id(t) in now and then[id(t)] == mark else mark
+                    for t, mark in zip(look.tensors, look.marks)
+                ]
+
+
+def _put_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    if tensor.shape == copy.shape:
+        tensor.copy_(copy)
+    else:
+        tensor.data = copy.to(tensor.device, copy=True)
