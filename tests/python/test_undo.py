@@ -838,3 +838,28 @@ def test_buffers_of_batch_norm_are_put_back_in_a_settled_step():
         assert said == []
         states.append(all_state(model))
     assert same_bits(*states) and model.norm.num_batches_tracked == 5 + 2 * 2
+
+
+def test_a_carried_state_of_another_size_is_named():
+    class Carries(torch.nn.Linear):
+        hidden = None
+
+        def forward(self, x):
+            y = super().forward(x) + (0 if self.hidden is None else self.hidden)
+            self.hidden = y.detach()
+            return y
+
+    step = rebatch.Step(
+        model := Carries(8, 4),
+        torch.optim.SGD(model.parameters(), 0.1),
+        in_little_room(trainings._classify),
+        log_level="quiet",
+        growth=False,
+    )
+    step(batch_of(0))
+    room.update(samples=8)
+    with pytest.raises(RuntimeError, match="must match the size of tensor") as caught:
+        step(batch_of(1))
+    (note,) = caught.value.__notes__
+    assert "'hidden' of the model has a dimension of 16" in note and "this one has 8" in note
+    assert "micro_allowed=[N]" in note

@@ -48,6 +48,7 @@ class Callbacks:
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
+        self._last_count = 0  # those of the last micro-batch that succeeded
         self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
         self._extras: List[Any] = []  # of the micro-batches that are accumulated
         self.ops = self._make_ops()
@@ -255,13 +256,27 @@ class Callbacks:
     def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
         try:
             loss, extras = self._pass(first, count, is_launching)
-        except BaseException:
+        except BaseException as error:
             self._put_back()
+            if isinstance(error, (RuntimeError, ValueError)) and not is_oom(error):
+                self._explain(error, count)
             raise
+        self._last_count = count
         self._declare()
         self.session.succeeded()
         self._add(loss)
         self._extras.append(extras)
+
+    def _explain(self, error: Exception, count: int) -> None:
+        """A state that modules carry on may have a row for each sample of another micro-batch."""
+        carried = self._running.undo.carried(self._last_count) if count != self._last_count else []
+        if carried and hasattr(error, "add_note"):  # of Python 3.11
+            error.add_note(
+                f"rebatch: {carried[0]!r} of the model has a dimension of {self._last_count}, as "
+                f"many as the samples of the micro-batch before, and this one has {count}: expected "
+                "a state that does not depend on the micro-batch, or micro_allowed=[N] with a size "
+                "that stays"
+            )
 
     def _pass(self, first: int, count: int, is_launching: bool) -> Tuple[torch.Tensor, Any]:
         """Forward and backward. Returns the micro-batch's part of the loss, and what was beside

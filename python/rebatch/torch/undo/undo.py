@@ -306,6 +306,17 @@ class Undo:
         found += [p for part in self._objects for p in _parameters_of(part)]
         return {id(part) for part in found}
 
+    def carried(self, count: int) -> List[str]:
+        """The names of what attempts leave in modules that has a tensor with a dimension of this
+        size."""
+        found = []
+        for place in self._moving.values():
+            tensors: List[torch.Tensor] = []
+            walk(place.table.get(place.key), {}, tensors, [])
+            if any(count in tensor.shape for tensor in tensors):
+                found.append(place.name)
+        return found
+
     # ---- what is copied ----
 
     def _know(self, place: Place) -> None:
