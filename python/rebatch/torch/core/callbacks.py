@@ -269,10 +269,11 @@ class Callbacks:
 
     def _explain(self, error: Exception, count: int) -> None:
         """A state that modules carry on may have a row for each sample of another micro-batch."""
-        carried = self._running.undo.carried(self._last_count) if count != self._last_count else []
+        before, undo = self._last_count, self._running.undo
+        carried = undo.carried(before) if count != before else []
         if carried and hasattr(error, "add_note"):  # of Python 3.11
             error.add_note(
-                f"rebatch: {carried[0]!r} of the model has a dimension of {self._last_count}, as "
+                f"rebatch: {carried[0]!r} of the model has a dimension of {before}, as "
                 f"many as the samples of the micro-batch before, and this one has {count}: expected "
                 "a state that does not depend on the micro-batch, or micro_allowed=[N] with a size "
                 "that stays"
