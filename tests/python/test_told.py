@@ -641,3 +641,21 @@ def test_a_map_tells_too():
         (text,) = said(lambda: [predict(batch_of(0)[0]) for _ in range(3)])
     assert text.startswith("rebatch: the function of a map changes 'seen' outside of the model")
     assert text.endswith("return the value with the result") and predict.report.micro == 8
+
+
+def test_a_check_says_nothing_beside_what_it_finds():
+    """And leaves the Step its warning."""
+    seen = []
+
+    def loss_fn(model, samples):
+        seen.append(0)
+        return model(samples).square().mean()
+
+    model = torch.nn.Linear(4, 2)
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = step.check(torch.randn(8, 4))
+    assert [finding.kind for finding in found.mistakes] == ["after_oom"]
+    with fail_once(model), pytest.warns(RuntimeWarning, match="loss_fn changes 'seen' outside"):
+        step(torch.randn(8, 4))

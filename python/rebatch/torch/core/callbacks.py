@@ -273,10 +273,10 @@ class Callbacks:
         carried = undo.carried(before) if count != before else []
         if carried and hasattr(error, "add_note"):  # of Python 3.11
             error.add_note(
-                f"rebatch: {carried[0]!r} of the model has a dimension of {before}, as "
-                f"many as the samples of the micro-batch before, and this one has {count}: expected "
-                "a state that does not depend on the micro-batch, or micro_allowed=[N] with a size "
-                "that stays"
+                f"rebatch: {carried[0]!r} of the model has a dimension of {before}, as many as the "
+                f"samples of the micro-batch before, and this one has {count}: expected a state "
+                "that does not depend on the micro-batch, or micro_allowed=[N] with a size that "
+                "stays"
             )
 
     def _pass(self, first: int, count: int, is_launching: bool) -> Tuple[torch.Tensor, Any]:
