@@ -649,8 +649,9 @@ REBATCH_API rebatch_status rebatch_abandon_step(rebatch *rb, const char *why);
 
 /** Say why the running callback is about to fail, for callbacks whose errors have their text
  *  elsewhere, for example exceptions. The error text contains it, and so do the other ranks'
- *  messages. A callback that fails without saying so sends rebatch_last_error(). It has no effect when the callback returns
- *  REBATCH_OK or REBATCH_OOM. Outside a callback it only sets rebatch_last_error().
+ *  messages. A callback that fails without saying so sends rebatch_last_error(). It has no effect
+ *  when the callback returns REBATCH_OK or REBATCH_OOM. Outside a callback it only sets
+ *  rebatch_last_error().
  *  @param rb   the session; NULL only sets rebatch_last_error()
  *  @param why  one sentence, in UTF-8; the first 200 bytes are sent */
 REBATCH_API void rebatch_explain(rebatch *rb, const char *why);
