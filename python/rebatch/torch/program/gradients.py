@@ -185,6 +185,7 @@ class Accumulators:
                 copied.append(gradient)
             has_sum[i] = True
             p.grad = None
+        gradient = None  # all are freed in one order, by which a pool plans
         if added:
             foreach_add_(totals, added)
         if copied:
