@@ -72,7 +72,8 @@ Test(wrap_llm, with_enough_memory_it_prints_what_it_did)
     }
 }
 
-/* Each request of the steps and maps, until there is none of that number. */
+/* Each request of the steps and maps, until there is none of that number. llm_bf16 has all its
+ * buffers before them. */
 Test(wrap_llm, a_request_that_fails_changes_no_bit)
 {
     static const char *const arguments[] = {"16 2", "16 16 2"};
@@ -86,7 +87,7 @@ Test(wrap_llm, a_request_that_fails_changes_no_bit)
                              r.error);
             const bool is_beyond = strstr(r.error, "ended before a request failed") != NULL;
             cr_expect_eq(r.code, is_beyond, "%s %s: %s", models[i], options, r.error);
-            cr_expect(nth > 1 || !is_beyond, "%s: no request", models[i]);
+            cr_expect(nth > 1 || i || !is_beyond, "%s: no request", models[i]);
             done(&r);
         }
         done(&before);
