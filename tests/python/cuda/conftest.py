@@ -67,10 +67,19 @@ def pytest_runtest_setup(item):
         pytest.skip(f"needs {needed.args[0]} GPUs")
 
 
+# On the stand-in no kernel runs, so a sum would be what its memory held before: a Step's sums of
+# contents are computed on the host. For the beginning of a script, and below for each test.
+SUMS_ON_HOST = (
+    "from rebatch.torch.undo import copies\n"
+    "_sum_of = copies._sum_of\n"
+    "copies._sum_of = lambda tensor: _sum_of(tensor.detach().cpu())\n"
+    if STANDIN is not None
+    else ""
+)
+
+
 @pytest.fixture(autouse=True)
 def contents(monkeypatch):
-    """On the stand-in no kernel runs, so a sum would be what its memory held before: the audit's
-    sums of contents are computed on the host."""
     if STANDIN is not None:
         from rebatch.torch.undo import copies
 

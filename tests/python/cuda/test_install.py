@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from conftest import ALLOC_CONF, complaints
+from conftest import ALLOC_CONF, SUMS_ON_HOST, complaints
 
 from rebatch.torch.allocator import front_library
 from rebatch.torch.allocator import front_build
@@ -28,7 +28,7 @@ def run(script, **variables):
         "from rebatch.torch.allocator import install as rebatch\n"
         "def tensor(n, device='cuda'):\n"
         "    return torch.empty(n, dtype=torch.uint8, device=device)\n"
-        "MIB = 1 << 20\n"
+        "MIB = 1 << 20\n" + SUMS_ON_HOST
     )
     # A thread of autograd that lets go of a tensor while Python ends aborts the process, also in
     # PyTorch alone: it gets the time to end its backward pass.

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 TRAINS, EVALUATES, PROBES = range(3)  # calls that all ranks of fully_shard() make together
 _HISTORY = 10000  # steps that are kept for plot()
+# A thread of autograd may hold what a comparison of cuts that ran out of memory has made.
+_COMPARISON_SECONDS = 0.1
 _nothing: ContextManager[None] = contextlib.nullcontext()
 
 
@@ -204,8 +206,7 @@ class Training:
             if not status and callbacks.is_applied:
                 self._finish(session, filled)
             session.raise_failure(status)
-            with self.quiet():
-                callbacks.cuts.compare(running, filled)
+            self._compare_cuts(session, filled)
         except BaseException as error:
             if not callbacks.is_applied:
                 callbacks.accumulators.restore_earlier()
@@ -216,6 +217,16 @@ class Training:
             callbacks.end()
         assert running.loss is not None  # a batch that succeeds has one
         return running.loss
+
+    def _compare_cuts(self, session: Session, filled: c.StepReport) -> None:
+        """Nothing of the comparison is in use when the next step asks what fits."""
+        cuts = self.callbacks.cuts
+        if cuts.is_done or filled.microbatches < 2:
+            return
+        live = session.live_bytes()
+        with self.quiet():
+            cuts.compare(self.running, filled)
+        session.collect(live, _COMPARISON_SECONDS)
 
     def _begin_together(self, session: Session, batch: Any) -> None:
         """The other ranks hear of a failure, instead of waiting."""

@@ -314,7 +314,7 @@ class Session:
                 self._note_oom(error)
             else:
                 return c.Status.OK
-            self._collect(live)  # here, where no exception is being handled
+            self.collect(live)  # here, where no exception is being handled
         except BaseException as error:
             self.error = error
             return c.Status.E_USER
@@ -364,10 +364,10 @@ class Session:
         c.check(lib.rebatch_pool_available(C.byref(available), lib.rebatch_get_pool(self.rb)))
         return available.value
 
-    def _collect(self, live_before: int) -> None:
-        """What the attempt has made is to be gone: first what autograd's threads still hold, then
-        what only the garbage collector finds."""
-        until = time.perf_counter() + _LET_GO_SECONDS
+    def collect(self, live_before: int, seconds: float = _LET_GO_SECONDS) -> None:
+        """What was made since so much memory was in use is to be gone: first what autograd's
+        threads still hold, then what only the garbage collector finds."""
+        until = time.perf_counter() + seconds
         while self.live_bytes() > live_before + _LEFT_BYTES:
             if time.perf_counter() > until:
                 break
