@@ -322,7 +322,6 @@ class _Comparison:
             self._half,
             self._program.normalizer is not None,
             self._program.loss_name,
-            0.25 if self._batch_norm else 0.05,
         )
         if kind == "cut" and self._batch_norm:
             name = name_of(self._named, self._batch_norm[0])

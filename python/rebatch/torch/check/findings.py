@@ -108,6 +108,9 @@ def accepted_kinds(accept: Any) -> FrozenSet[str]:
 # ---- why a loss depends on the cut ----
 
 
+_NEAR = 0.05  # how far a factor may be from that of a sum
+
+
 def explain(
     whole: float,
     smaller: float,
@@ -115,21 +118,20 @@ def explain(
     cut: int,
     has_normalizer: bool,
     name: str,
-    near: float = 0.05,
 ) -> Tuple[str, str, str]:
     """Of a loss, by the function of that name, at two cuts: the kind of the mistake, what is so,
-    and what to do. `near` is how far a factor may be from that of a sum."""
+    and what to do."""
     parts = largest / cut
     ratio = whole / smaller if smaller else 0.0
     if name == "compute_loss":  # its Trainer weights it
         return "cut", f"{name} depends on the cut", _ADVICE_TO_TRAINERS
-    if has_normalizer and abs(ratio * parts - 1) < near:
+    if has_normalizer and abs(ratio * parts - 1) < _NEAR:
         return (
             "mean_with_normalizer",
             f"{name} returns a mean over its samples, although there is a normalizer",
             "return the sum",
         )
-    if not has_normalizer and abs(ratio / parts - 1) < near:
+    if not has_normalizer and abs(ratio / parts - 1) < _NEAR:
         return (
             "sum",
             f"the loss is {parts:g} times as large in micro-batches that are {parts:g} times as "
