@@ -64,6 +64,7 @@ static void release(struct rbi_check *c)
         rbi_values_close(all[i]);
     rbi_items_release(&c->items);
     rbi_older_close(&c->blocks);
+    rbi_trend_release(&c->trend);
     rbi_parts_release(&c->whole);
     rbi_parts_release(&c->replayed_parts);
     rbi_parts_release(&c->injection.done);

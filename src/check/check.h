@@ -222,6 +222,11 @@ struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char
 double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
                                double part);
 double rbi_values_largest(const struct rbi_item *item, const char *values);
+/* How many numbers it has. */
+size_t rbi_values_count(const struct rbi_item *item);
+/* Adds the differences to `sums`; the sum of their squares. */
+double rbi_values_add_difference(float *sums, const struct rbi_item *item, const char *was,
+                                 const char *is);
 /* The root of the mean square, as a part of the largest value. */
 double rbi_values_rms(const struct rbi_item *item, const char *values);
 /* By which factor they have grown, by least squares, as dropout changes them too; 0: not known. */
@@ -230,6 +235,18 @@ double rbi_values_growth(const struct rbi_item *item, const char *was, const cha
 bool rbi_values_find_no_number(size_t *at, const struct rbi_item *item, const char *values);
 /* What contents without a name look like. */
 rebatch_number rbi_values_guess(const char *values, size_t bytes);
+
+/* ---- what grows with the number of micro-batches (trend.c) ---- */
+
+struct rbi_trend_item {
+    float *sums;    /* of the differences of all cuts, for each number */
+    double squares; /* of all of them, each by the micro-batches that it has more */
+};
+struct rbi_trend {
+    struct rbi_trend_item *list; /* one for each item; NULL: no cut was added */
+    size_t count, cuts;
+    double more, inverse; /* micro-batches that they have more than the first run, and 1/those */
+};
 
 /* ---- what is found (findings.c) ---- */
 
@@ -254,6 +271,7 @@ struct rbi_check {
     struct rbi_values now;       /* after the run that ended last */
     struct rbi_values other;     /* before the attempt that failed; after a run without an OOM */
     struct rbi_values replayed;
+    struct rbi_trend trend;
     struct rbi_parts whole; /* the micro-batches of the first run */
     struct rbi_parts replayed_parts;
     bool has_own_weights;      /* they do not go by the batch */
@@ -324,6 +342,15 @@ bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi
 /* Runs these micro-batches as parts of larger batches, and compares with `was`. */
 rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
                                     const struct rbi_values *was);
+
+/* ---- what grows with the number of micro-batches (trend.c) ---- */
+
+/* The run of these micro-batches, whose results are in c->now. REBATCH_OK, REBATCH_E_HOST_OOM. */
+rebatch_status rbi_trend_add(struct rbi_check *c, const struct rbi_parts *parts);
+/* Whether an item gains the same with each micro-batch: ->is is the most that a number of it does,
+ * and ->largest that as a part of the largest value. */
+bool rbi_trend_find(struct rbi_difference *out, const struct rbi_check *c, size_t at);
+void rbi_trend_release(struct rbi_trend *trend);
 
 /* ---- the parts of a check ---- */
 
