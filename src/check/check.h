@@ -280,6 +280,7 @@ struct rbi_check {
     double typical_size;       /* of half of the items at most */
     bool is_cut_wrong;         /* there is a finding about it */
     size_t base;               /* the largest size that fits */
+    size_t most_ran;           /* micro-batches in a run */
     size_t swallowing;         /* a larger one, at which an OOM is swallowed; 0: none */
     double rounding;           /* the largest difference by rounding */
     char rounding_of[192];
@@ -296,6 +297,8 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
                                    struct rbi_values *into);
 /* Takes back what the run did: with or without what is watched. */
 rebatch_status rbi_check_take_back(struct rbi_check *c);
+/* So many micro-batches show what each of them leaves allocated. */
+#define RBI_CHECK_FOR_LEAKS 4
 rebatch_status rbi_check_undo(struct rbi_check *c);
 bool rbi_check_has_time(struct rbi_check *c);
 /* The step ends where it should not. */

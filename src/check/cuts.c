@@ -67,8 +67,6 @@ static rebatch_status run_sizes(struct rbi_check *c, struct rbi_parts *parts)
     return status;
 }
 
-/* ---- one that is followed by a larger one, or by a smaller one ---- */
-
 /* The batch in micro-batches of at most `most`, the last of which may be a rest; from `first` on.
  * False: there is no host memory. */
 static bool add_rest(const struct rbi_check *c, struct rbi_parts *parts, size_t first, size_t most)
@@ -84,6 +82,27 @@ static bool add_rest(const struct rbi_check *c, struct rbi_parts *parts, size_t 
     }
     return is_whole;
 }
+
+/* ---- the samples over again, until there are enough micro-batches ---- */
+
+/* What each micro-batch leaves shows in so many (rbi_check_undo()). */
+static rebatch_status run_over_again(struct rbi_check *c, struct rbi_parts *parts)
+{
+    const size_t batch = rbi_session_batch(c->rb);
+    const size_t least = rbi_round_size_up(rbi_session_options(c->rb), 1);
+    size_t rounds = 0;
+    if (c->most_ran >= RBI_CHECK_FOR_LEAKS || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    parts->count = 0;
+    for (; parts->count < RBI_CHECK_FOR_LEAKS; rounds++)
+        if (!add_rest(c, parts, 0, least))
+            return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    const rebatch_status status = rbi_check_run_parts(c, parts, rounds * batch, &c->now);
+    const rebatch_status undone = rbi_check_undo(c);
+    return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM ? status : undone;
+}
+
+/* ---- one that is followed by a larger one, or by a smaller one ---- */
 
 static bool make_growing(const struct rbi_check *c, struct rbi_parts *parts, size_t least)
 {
@@ -250,6 +269,8 @@ rebatch_status rbi_cuts_run(struct rbi_check *c)
         status = run_changes(c, &parts);
     if (!status)
         find_trend(c);
+    if (!status)
+        status = run_over_again(c, &parts);
     if (!status)
         status = run_swallowing(c, &parts);
     rbi_parts_release(&parts);

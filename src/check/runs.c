@@ -48,7 +48,9 @@ static void find_leak(struct rbi_check *c)
 {
     struct rbi_stale_block block;
     const size_t ran = c->injection.done.count;
-    if (ran < 4 || c->injection.is_done || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
+    c->most_ran = rbi_max(c->most_ran, ran);
+    if (ran < RBI_CHECK_FOR_LEAKS || c->injection.is_done ||
+        rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
         return;
     const size_t left = rbi_stale_count_left(&block, &c->stale);
     if (left + 1 < ran)

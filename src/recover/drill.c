@@ -109,6 +109,11 @@ rebatch_status rbi_drill_undo(rebatch *rb)
     return rbi_step_undo(rb);
 }
 
+void rbi_drill_release(rebatch *rb)
+{
+    rbi_resize_release(rb);
+}
+
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)
 {
     rbi_assert(rb->drill == &drill->watch);

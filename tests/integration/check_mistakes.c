@@ -534,6 +534,23 @@ Test(check_mistakes, each_is_found_and_named_once)
     }
 }
 
+Test(check_mistakes, memory_that_micro_batches_leave_is_found_in_a_batch_of_any_size)
+{
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    for (size_t batch = 1; batch <= 8; batch++)
+        for (int leaks = 0; leaks < 2; leaks++) {
+            struct trainer t;
+            rebatch_check_report report;
+            open_trainer(&t, leaks ? LEAKS_A_BLOCK_A_MICRO_BATCH : NONE, 0);
+            cr_expect_eq(rebatch_check(t.run.rb, &ops, batch, &t, NULL, &report),
+                         leaks ? REBATCH_E_STATE : REBATCH_OK, "batch of %zu:\n%s", batch,
+                         check_texts(&report));
+            cr_expect_eq(check_find(&report, REBATCH_FINDING_LEAK, "") != NULL, leaks,
+                         "batch of %zu:\n%s", batch, check_texts(&report));
+            close_trainer(&t);
+        }
+}
+
 /* The cap is what fails, and nothing on purpose. */
 Test(check_mistakes, an_oom_that_is_swallowed_under_a_cap_is_found)
 {

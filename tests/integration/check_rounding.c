@@ -367,8 +367,9 @@ Test(check_rounding, a_term_that_each_micro_batch_adds_is_found_at_the_size_of_r
             cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s, seed %ju:\n%s",
                          precisions[precision], (uintmax_t)seed, check_texts(&report));
             const rebatch_finding *const found = check_find(&report, REBATCH_FINDING_CUT, "w1");
-            cr_expect(found && strstr(found->text, "with the number of micro-batches: with each one more"), "%s",
-                      check_texts(&report));
+            cr_expect(found && strstr(found->text,
+                                      "with the number of micro-batches: with each one more"),
+                      "%s", check_texts(&report));
             cr_expect_eq(report.finding_count, 1, "%s", check_texts(&report));
         }
 }
