@@ -169,8 +169,9 @@ REBATCH_API rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const
  *  allocation, with an OOM there. After each run what is watched is compared with a run that must
  *  give the same, bit by bit, and so is memory of the pool that zero_grad clears, with or without a
  *  name. Where the batch does not fit as a whole, the largest size that fits takes the place of
- *  uncut. Some runs are of a batch of twice, 3, 5 or 7 times the size: samples stay within the
- *  batch, and mb->batch is larger.
+ *  uncut. Some runs are of a batch of several times the size: samples stay within the
+ *  batch, and mb->batch is larger. A program that a signal or exit() ends meanwhile says on standard
+ *  error which request it did not survive; handlers of signals are as before afterwards.
  *  @param rb       the session
  *  @param ops      borrowed during the call; lighten and optimizer_step are not called
  *  @param batch    as for rebatch_step()

@@ -83,8 +83,10 @@ static rebatch_status run_drill(struct rbi_check *c, const rebatch_step_ops *ops
     rbi_fill_set(c, 0, 0);
     rbi_stale_begin(&c->stale, &c->injection);
     status = rbi_older_open(&c->blocks, &c->items);
+    rbi_ending_watch(c);
     if (!status)
         status = run_all(c, batch);
+    rbi_ending_leave(c);
     find_helper(c);
     rbi_compare_end(c);
     rbi_stale_end(&c->stale);

@@ -69,9 +69,12 @@ struct rbi_drill_watch rbi_injection_watch(struct rbi_injection *injection);
 /* Counts from 0 from here on. */
 void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at);
 /* For the pool: whether a request is to fail. */
-bool rbi_injection_fails(void *user);
+bool rbi_injection_fails(void *user, size_t bytes);
 /* "allocation 3 (1.50 MiB) of forward_backward of samples 0-15" */
 void rbi_place_add(struct rbi_text *t, const struct rbi_place *place, uint64_t bytes);
+
+/* " of samples 0-15"; of other callbacks nothing */
+void rbi_samples_add(struct rbi_text *t, const struct rbi_place *place);
 
 /* ---- what runs allocate (stale.c) ---- */
 
@@ -94,6 +97,7 @@ struct rbi_stale {
     const struct rbi_injection *injection;
     struct rbi_stale_list live;   /* allocated, and neither freed nor taken back */
     struct rbi_stale_list gone;   /* taken back, and not allocated again */
+    struct rbi_stale_list lost;   /* the same, also where the pool has kept no memory of it */
     struct rbi_stale_list beside; /* the same of threads that have not joined, in a callback */
     bool pads;                    /* the pool does (struct rbi_pool_fill) */
     uint64_t moves;               /* calls that have moved the pool's memory */
@@ -110,6 +114,9 @@ void rbi_stale_end(struct rbi_stale *stale);
 void rbi_stale_take_back(struct rbi_stale *stale, bool is_all);
 /* A block that was taken back and written since. The device is idle. */
 bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale);
+/* The block that was taken back and is at that address; NULL: there is none. Safe in a handler of a
+ * signal. */
+const struct rbi_stale_block *rbi_stale_lost_at(const struct rbi_stale *stale, const void *address);
 /* Of how many micro-batches of the run the same allocation is in use, and the last of these blocks:
  * what each one leaves. */
 size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale);
@@ -287,6 +294,13 @@ struct rbi_check {
     bool is_rounding_unsure;
     uint64_t deadline_ns;
 };
+
+/* ---- a program that ends while it is checked (ending.c) ---- */
+
+/* What it was doing is said on standard error if it ends by a signal or by exit(), until
+ * rbi_ending_leave(). Of checks in several threads, for one. */
+void rbi_ending_watch(const struct rbi_check *c);
+void rbi_ending_leave(const struct rbi_check *c);
 
 /* ---- runs (runs.c) ---- */
 
