@@ -43,7 +43,9 @@ static rebatch_status run_all(struct rbi_check *c, size_t batch)
         status = rbi_cuts_run(c);
     if (!status)
         status = rbi_ooms_run(c);
-    return status ? status : rbi_cuts_run_twice(c);
+    if (!status)
+        status = rbi_cuts_run_twice(c);
+    return status ? status : rbi_update_check(c);
 }
 
 /* ---- beginning and end ---- */
@@ -102,6 +104,7 @@ static rebatch_status check(struct rbi_check *c, const rebatch_step_ops *ops, si
     const uint64_t began = rbi_now_ns();
     const struct rbi_watched *watched;
     c->pool = rebatch_get_pool(c->rb);
+    c->began_ns = began;
     c->deadline_ns = began + c->options.max_seconds * UINT64_C(1000000000);
     c->report->watched = (uint32_t)rbi_watched_get(&watched, c->rb);
     c->items.rb = c->rb;

@@ -204,6 +204,8 @@ struct rbi_old_blocks {
 /* Those in use, but for what is named, and the session's own. REBATCH_OK, REBATCH_E_HOST_OOM. */
 rebatch_status rbi_older_open(struct rbi_old_blocks *blocks, const struct rbi_items *named);
 void rbi_older_close(struct rbi_old_blocks *blocks);
+/* A copy of the contents of each, whose owner frees them with rbi_heap_free(), also on failure. */
+rebatch_status rbi_older_save(char ***out, const struct rbi_old_blocks *blocks);
 /* Notes the contents, and which have changed since they were noted last. The device is idle. */
 rebatch_status rbi_older_note(struct rbi_old_blocks *blocks);
 /* Settles what was freed for good: what comes and goes is no result. */
@@ -292,12 +294,12 @@ struct rbi_check {
     double rounding;           /* the largest difference by rounding */
     char rounding_of[192];
     bool is_rounding_unsure;
-    uint64_t deadline_ns;
+    uint64_t began_ns, deadline_ns;
 };
 
 /* ---- a program that ends while it is checked (ending.c) ---- */
 
-/* What it was doing is said on standard error if it ends by a signal or by exit(), until
+/* What it was doing is said on standard error if it ends by a signal or by a call of exit, until
  * rbi_ending_leave(). Of checks in several threads, for one. */
 void rbi_ending_watch(const struct rbi_check *c);
 void rbi_ending_leave(const struct rbi_check *c);
@@ -314,6 +316,8 @@ rebatch_status rbi_check_take_back(struct rbi_check *c);
 /* So many micro-batches show what each of them leaves allocated. */
 #define RBI_CHECK_FOR_LEAKS 4
 rebatch_status rbi_check_undo(struct rbi_check *c);
+/* Says who has written to memory that was taken back. */
+void rbi_check_find_stale(struct rbi_check *c);
 bool rbi_check_has_time(struct rbi_check *c);
 /* The step ends where it should not. */
 rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status);
@@ -388,5 +392,7 @@ rebatch_status rbi_cuts_run_twice(struct rbi_check *c);
 rebatch_status rbi_ooms_run(struct rbi_check *c);
 void rbi_ooms_save_attempt(void *user);
 void rbi_ooms_was_taken_back(void *user);
+/* optimizer_step, in copies of the process (update.c). */
+rebatch_status rbi_update_check(struct rbi_check *c);
 
 #endif

@@ -83,15 +83,15 @@ static void on_signal(int number, siginfo_t *info, void *context)
     (void)raise(number);
 }
 
-/* ---- exit() ---- */
+/* ---- calls of exit ---- */
 
 static void on_exit_of_program(void)
 {
     if (is_watched())
-        say("by exit()", NULL);
+        say("by a call of exit", NULL);
 }
 
-static void register_exit(void)
+static void watch_exits(void)
 {
     (void)atexit(on_exit_of_program);
 }
@@ -107,7 +107,7 @@ void rbi_ending_watch(const struct rbi_check *c)
                                      __ATOMIC_ACQUIRE))
         return;
     process = getpid();
-    (void)pthread_once(&once, register_exit);
+    (void)pthread_once(&once, watch_exits);
     (void)sigemptyset(&own.sa_mask);
     for (size_t i = 0; i < SIGNALS; i++)
         (void)sigaction(signals[i], &own, &before[i]);

@@ -91,7 +91,7 @@ static void callback_begins(void *user, enum rbi_callback which, const rebatch_m
     injection->has_failed = false;
     if (which == RBI_ZERO_GRAD)
         injection->done.count = 0;
-    if (which == RBI_FORWARD_BACKWARD && !injection->is_done)
+    if ((which == RBI_FORWARD_BACKWARD || which == RBI_OPTIMIZER) && !injection->is_done)
         injection->attempt_begins(injection->user);
     injection->ooms = rbi_pool_oom_count(rebatch_get_pool(injection->rb));
     set_running(injection, &(struct rbi_place){.which = which,

@@ -40,7 +40,7 @@ void rbi_ooms_was_taken_back(void *user)
 {
     struct rbi_check *c = user;
     const rebatch_phase phase = rbi_session_failure(c->rb)->phase;
-    const bool is_clean = phase == REBATCH_PHASE_FORWARD;
+    const bool is_clean = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_OPTIMIZER;
     rbi_stale_take_back(&c->stale, phase == REBATCH_PHASE_BACKWARD);
     if (is_clean && c->injection.is_done &&
         c->injection.injected.serial == c->injection.place.serial)

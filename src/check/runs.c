@@ -29,7 +29,7 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
 }
 
 /* Who writes to memory that was taken back. */
-static void find_stale(struct rbi_check *c)
+void rbi_check_find_stale(struct rbi_check *c)
 {
     struct rbi_stale_block block;
     if (rbi_finding_has(c->report, REBATCH_FINDING_STALE) || !rbi_stale_find(&block, &c->stale))
@@ -66,7 +66,7 @@ static void find_leak(struct rbi_check *c)
 
 rebatch_status rbi_check_take_back(struct rbi_check *c)
 {
-    find_stale(c);
+    rbi_check_find_stale(c);
     find_leak(c);
     const rebatch_status status = rbi_drill_undo(c->rb);
     rbi_stale_take_back(&c->stale, true);

@@ -6,9 +6,9 @@
 
 #include "check/check.h"
 
-/* Cut j has c[j] micro-batches more than the first run, and differs from it by d[j]. A term T that is
- * added once a micro-batch makes d[j] = c[j] T + e[j], where e is rounding. What rounds in more places
- * rounds by the root of their number, so cut j is weighted by 1/c[j]: the least squares are
+/* Cut j has c[j] micro-batches more than the first run, and differs from it by d[j]. A term T that
+ * is added once a micro-batch makes d[j] = c[j] T + e[j], where e is rounding. What rounds in more
+ * places rounds by the root of their number, so cut j is weighted by 1/c[j]: the least squares are
  *     T = sum d / sum c,   share of T in all = |sum d|^2 / sum c / sum(|d[j]|^2 / c[j]),
  * and e has the rest. Of rounding alone, T has about one cut's share. */
 
