@@ -41,7 +41,8 @@ typedef enum rebatch_number {
  *  ROUNDING: bits depend on the size of the micro-batches, within the tolerance.
  *  COPED: a callback returned REBATCH_OK although an allocation had failed, with the right result.
  *  WEIGHT: it doubles when the batch does: samples are not weighted by 1/batch.
- *  UNWATCHED: the program names nothing; what zero_grad clears in the pool was compared by itself.
+ *  UNWATCHED: the program names nothing, and what zero_grad clears in the pool was compared by
+ *  itself; or this batch adds nothing to what is compared.
  *  SWALLOWED: a callback returned REBATCH_OK although an allocation had failed, and the result is
  *  wrong.
  *  NOT_A_NUMBER: it is infinite or no number, in every run or where micro-batches are small.

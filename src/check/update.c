@@ -12,8 +12,8 @@
 #include "check/check.h"
 #include "device/device.h"
 
-/* A copy has the thread that makes it alone, and does not end if it waits for another. It has the time
- * that all runs have taken so far, and this. */
+/* A copy has the thread that makes it alone, and does not end if it waits for another. It has the
+ * time that all runs have taken so far, and this. */
 #define MOST_SECONDS 10
 
 /* What a copy of the process gives. */

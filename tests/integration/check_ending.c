@@ -107,9 +107,11 @@ Test(check_ending, a_program_that_ends_says_which_request_it_did_not_survive)
                      "samples 0-11 had failed on purpose\n");
     status = end_of(EXITS_AFTER_AN_OOM, text, sizeof text);
     cr_expect(WIFEXITED(status) && WEXITSTATUS(status) == 1, "%d: %s", status, text);
-    cr_expect(strstr(text, "the program ended by a call of exit in forward_backward of samples 0-11, after "
-                           "allocation 1 (2.00 MiB) of"),
-              "%s", text);
+    cr_expect(
+        strstr(text,
+               "the program ended by a call of exit in forward_backward of samples 0-11, after "
+               "allocation 1 (2.00 MiB) of"),
+        "%s", text);
     status = end_of(NONE, text, sizeof text);
     cr_expect(WIFEXITED(status) && WEXITSTATUS(status) == 0 && !text[0], "%d: %s", status, text);
 }
