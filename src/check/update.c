@@ -146,6 +146,7 @@ static rebatch_status run(struct update *u, uint64_t nth, bool *is_there)
     memset(given, 0, sizeof *given);
     given->report = *c->report;
     c->report->updates++;
+    c->stale.gone.count = 0; /* the copy before may have written there */
     const pid_t child = fork();
     *is_there = false;
     if (child < 0)
