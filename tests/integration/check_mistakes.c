@@ -692,7 +692,7 @@ static rebatch_status check_pooled(rebatch_check_report *report, unsigned frees_
     return status;
 }
 
-Test(check_mistakes, blocks_without_a_name_are_counted_and_compared_as_long_as_they_are_there)
+Test(check_mistakes, blocks_without_a_name_are_counted_and_compared_while_they_are_there)
 {
     rebatch_check_report report;
     cr_expect_eq(check_pooled(&report, 0), REBATCH_OK, "%s", check_texts(&report));
