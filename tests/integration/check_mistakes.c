@@ -633,8 +633,8 @@ Test(check_mistakes, what_comes_and_goes_and_what_is_scratch_is_no_result)
     close_trainer(&t);
 }
 
-/* A block of the pool that is older than the step, which zero_grad clears; the sum is compared by its
- * name. */
+/* Blocks of the pool that are older than the step, which zero_grad clears; the sum is compared by
+ * its name. */
 struct pooled {
     rebatch *rb;
     float *sums, *freed; /* of 2 and of 4 features */
