@@ -58,3 +58,30 @@ Test(check_parts, a_request_is_named_by_its_callback_and_samples)
         cr_expect_str_eq(text, cases[i].says);
     }
 }
+
+/* Each is 1, -2.5 and a number that is smaller. */
+Test(check_parts, numbers_of_each_type_are_read_as_what_they_are)
+{
+    static const double f64[] = {1, -2.5, 0.125};
+    static const float f32[] = {1, -2.5f, 0.125f};
+    static const uint16_t f16[] = {0x3c00, 0xc100, 0x0001}, bf16[] = {0x3f80, 0xc020, 0x3e00};
+    static const uint16_t infinite[] = {0x3c00, 0x7c00};
+    static const struct {
+        rebatch_number number;
+        size_t bytes;
+        const void *values;
+    } cases[] = {{REBATCH_F64, sizeof f64, f64},
+                 {REBATCH_F32, sizeof f32, f32},
+                 {REBATCH_F16, sizeof f16, f16},
+                 {REBATCH_BF16, sizeof bf16, bf16}};
+    size_t at;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct rbi_item item = {.bytes = cases[i].bytes, .number = cases[i].number};
+        cr_expect_eq(rbi_values_count(&item), 3);
+        cr_expect_float_eq(rbi_values_largest(&item, cases[i].values), 2.5, 0);
+        cr_expect_not(rbi_values_find_no_number(&at, &item, cases[i].values));
+    }
+    const struct rbi_item item = {.bytes = sizeof infinite, .number = REBATCH_F16};
+    cr_expect(rbi_values_find_no_number(&at, &item, (const char *)infinite));
+    cr_expect_eq(at, 1);
+}
