@@ -41,7 +41,8 @@ typedef enum rebatch_number {
  *  ROUNDING: bits depend on the size of the micro-batches, within the tolerance.
  *  COPED: a callback returned REBATCH_OK although an allocation had failed, with the right result.
  *  WEIGHT: it doubles when the batch does: samples are not weighted by 1/batch.
- *  UNWATCHED: the program names nothing; what zero_grad clears in the pool was compared by itself.
+ *  UNWATCHED: the program names nothing, and what zero_grad clears in the pool was compared by
+ *  itself; or this batch adds nothing to what is compared.
  *  SWALLOWED: a callback returned REBATCH_OK although an allocation had failed, and the result is
  *  wrong.
  *  NOT_A_NUMBER: it is infinite or no number, in every run or where micro-batches are small.
@@ -129,6 +130,11 @@ typedef struct rebatch_check_report {
                                 pool that are older than the step, or made by zero_grad, and that
                                 zero_grad clears */
     uint64_t block_bytes;  /**< their size */
+    uint32_t updates;      /**< runs of optimizer_step, each in a copy of the process */
+    uint64_t update_allocations; /**< of one of them */
+    uint64_t update_ooms;        /**< of them, those that failed, each in a run of its own */
+    const char *not_looked_at;   /**< a static string: what was not looked at, and why; NULL:
+                                      nothing */
 } rebatch_check_report;
 
 #ifdef __cplusplus
@@ -161,7 +167,7 @@ REBATCH_API rebatch_status rebatch_watch(rebatch *rb, const char *name, void *po
 REBATCH_API rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const void *where,
                                             size_t bytes, rebatch_number number);
 
-/** Run a step without its update in many ways, and say what is wrong with it. The session, guarded
+/** Run a step in many ways, and say what is wrong with it. The session, guarded
  *  state and what is watched are as before afterwards. What else the callbacks change is not.
  *
  *  The step runs uncut, three times; again from zero_grad; with freed memory and new memory
@@ -169,10 +175,17 @@ REBATCH_API rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const
  *  allocation, with an OOM there. After each run what is watched is compared with a run that must
  *  give the same, bit by bit, and so is memory of the pool that zero_grad clears, with or without a
  *  name. Where the batch does not fit as a whole, the largest size that fits takes the place of
- *  uncut. Some runs are of a batch of twice, 3, 5 or 7 times the size: samples stay within the
- *  batch, and mb->batch is larger.
+ *  uncut. Some runs are of a batch of several times the size: samples stay within the batch, and
+ *  mb->batch is larger.
+ *
+ *  On a host device optimizer_step runs as well, each time in a copy of the process (fork), so that
+ *  the program itself does not see it: with an OOM at each of its allocations, it and the step that
+ *  follows must come out the same. Elsewhere it does not run, and report->not_looked_at says so.
+ *
+ *  A program that a signal or a call of exit ends meanwhile says on standard error which request it
+ *  did not survive; handlers of signals are as before afterwards.
  *  @param rb       the session
- *  @param ops      borrowed during the call; lighten and optimizer_step are not called
+ *  @param ops      borrowed during the call; lighten is not called
  *  @param batch    as for rebatch_step()
  *  @param user     passed to the callbacks
  *  @param options  copied; NULL: defaults

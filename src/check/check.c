@@ -43,7 +43,9 @@ static rebatch_status run_all(struct rbi_check *c, size_t batch)
         status = rbi_cuts_run(c);
     if (!status)
         status = rbi_ooms_run(c);
-    return status ? status : rbi_cuts_run_twice(c);
+    if (!status)
+        status = rbi_cuts_run_twice(c);
+    return status ? status : rbi_update_check(c);
 }
 
 /* ---- beginning and end ---- */
@@ -64,6 +66,7 @@ static void release(struct rbi_check *c)
         rbi_values_close(all[i]);
     rbi_items_release(&c->items);
     rbi_older_close(&c->blocks);
+    rbi_trend_release(&c->trend);
     rbi_parts_release(&c->whole);
     rbi_parts_release(&c->replayed_parts);
     rbi_parts_release(&c->injection.done);
@@ -82,8 +85,10 @@ static rebatch_status run_drill(struct rbi_check *c, const rebatch_step_ops *ops
     rbi_fill_set(c, 0, 0);
     rbi_stale_begin(&c->stale, &c->injection);
     status = rbi_older_open(&c->blocks, &c->items);
+    rbi_ending_watch(c);
     if (!status)
         status = run_all(c, batch);
+    rbi_ending_leave(c);
     find_helper(c);
     rbi_compare_end(c);
     rbi_stale_end(&c->stale);
@@ -99,6 +104,7 @@ static rebatch_status check(struct rbi_check *c, const rebatch_step_ops *ops, si
     const uint64_t began = rbi_now_ns();
     const struct rbi_watched *watched;
     c->pool = rebatch_get_pool(c->rb);
+    c->began_ns = began;
     c->deadline_ns = began + c->options.max_seconds * UINT64_C(1000000000);
     c->report->watched = (uint32_t)rbi_watched_get(&watched, c->rb);
     c->items.rb = c->rb;

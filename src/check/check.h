@@ -69,9 +69,12 @@ struct rbi_drill_watch rbi_injection_watch(struct rbi_injection *injection);
 /* Counts from 0 from here on. */
 void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at);
 /* For the pool: whether a request is to fail. */
-bool rbi_injection_fails(void *user);
+bool rbi_injection_fails(void *user, size_t bytes);
 /* "allocation 3 (1.50 MiB) of forward_backward of samples 0-15" */
 void rbi_place_add(struct rbi_text *t, const struct rbi_place *place, uint64_t bytes);
+
+/* " of samples 0-15"; of other callbacks nothing */
+void rbi_samples_add(struct rbi_text *t, const struct rbi_place *place);
 
 /* ---- what runs allocate (stale.c) ---- */
 
@@ -94,6 +97,7 @@ struct rbi_stale {
     const struct rbi_injection *injection;
     struct rbi_stale_list live;   /* allocated, and neither freed nor taken back */
     struct rbi_stale_list gone;   /* taken back, and not allocated again */
+    struct rbi_stale_list lost;   /* the same, also where the pool has kept no memory of it */
     struct rbi_stale_list beside; /* the same of threads that have not joined, in a callback */
     bool pads;                    /* the pool does (struct rbi_pool_fill) */
     uint64_t moves;               /* calls that have moved the pool's memory */
@@ -110,6 +114,9 @@ void rbi_stale_end(struct rbi_stale *stale);
 void rbi_stale_take_back(struct rbi_stale *stale, bool is_all);
 /* A block that was taken back and written since. The device is idle. */
 bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale);
+/* The block that was taken back and is at that address; NULL: there is none. Safe in a handler of a
+ * signal. */
+const struct rbi_stale_block *rbi_stale_lost_at(const struct rbi_stale *stale, const void *address);
 /* Of how many micro-batches of the run the same allocation is in use, and the last of these blocks:
  * what each one leaves. */
 size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale);
@@ -197,6 +204,8 @@ struct rbi_old_blocks {
 /* Those in use, but for what is named, and the session's own. REBATCH_OK, REBATCH_E_HOST_OOM. */
 rebatch_status rbi_older_open(struct rbi_old_blocks *blocks, const struct rbi_items *named);
 void rbi_older_close(struct rbi_old_blocks *blocks);
+/* A copy of the contents of each, whose owner frees them with rbi_heap_free(), also on failure. */
+rebatch_status rbi_older_save(char ***out, const struct rbi_old_blocks *blocks);
 /* Notes the contents, and which have changed since they were noted last. The device is idle. */
 rebatch_status rbi_older_note(struct rbi_old_blocks *blocks);
 /* Settles what was freed for good: what comes and goes is no result. */
@@ -222,6 +231,11 @@ struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char
 double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
                                double part);
 double rbi_values_largest(const struct rbi_item *item, const char *values);
+/* How many numbers it has. */
+size_t rbi_values_count(const struct rbi_item *item);
+/* Adds the differences to `sums`; the sum of their squares. */
+double rbi_values_add_difference(float *sums, const struct rbi_item *item, const char *was,
+                                 const char *is);
 /* The root of the mean square, as a part of the largest value. */
 double rbi_values_rms(const struct rbi_item *item, const char *values);
 /* By which factor they have grown, by least squares, as dropout changes them too; 0: not known. */
@@ -230,6 +244,18 @@ double rbi_values_growth(const struct rbi_item *item, const char *was, const cha
 bool rbi_values_find_no_number(size_t *at, const struct rbi_item *item, const char *values);
 /* What contents without a name look like. */
 rebatch_number rbi_values_guess(const char *values, size_t bytes);
+
+/* ---- what grows with the number of micro-batches (trend.c) ---- */
+
+struct rbi_trend_item {
+    float *sums;    /* of the differences of all cuts, for each number */
+    double squares; /* of all of them, each by the micro-batches that it has more */
+};
+struct rbi_trend {
+    struct rbi_trend_item *list; /* one for each item; NULL: no cut was added */
+    size_t count, cuts;
+    double more, inverse; /* micro-batches that they have more than the first run, and 1/those */
+};
 
 /* ---- what is found (findings.c) ---- */
 
@@ -254,6 +280,7 @@ struct rbi_check {
     struct rbi_values now;       /* after the run that ended last */
     struct rbi_values other;     /* before the attempt that failed; after a run without an OOM */
     struct rbi_values replayed;
+    struct rbi_trend trend;
     struct rbi_parts whole; /* the micro-batches of the first run */
     struct rbi_parts replayed_parts;
     bool has_own_weights;      /* they do not go by the batch */
@@ -262,12 +289,20 @@ struct rbi_check {
     double typical_size;       /* of half of the items at most */
     bool is_cut_wrong;         /* there is a finding about it */
     size_t base;               /* the largest size that fits */
+    size_t most_ran;           /* micro-batches in a run */
     size_t swallowing;         /* a larger one, at which an OOM is swallowed; 0: none */
     double rounding;           /* the largest difference by rounding */
     char rounding_of[192];
     bool is_rounding_unsure;
-    uint64_t deadline_ns;
+    uint64_t began_ns, deadline_ns;
 };
+
+/* ---- a program that ends while it is checked (ending.c) ---- */
+
+/* What it was doing is said on standard error if it ends by a signal or by a call of exit, until
+ * rbi_ending_leave(). Of checks in several threads, for one. */
+void rbi_ending_watch(const struct rbi_check *c);
+void rbi_ending_leave(const struct rbi_check *c);
 
 /* ---- runs (runs.c) ---- */
 
@@ -278,7 +313,11 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
                                    struct rbi_values *into);
 /* Takes back what the run did: with or without what is watched. */
 rebatch_status rbi_check_take_back(struct rbi_check *c);
+/* So many micro-batches show what each of them leaves allocated. */
+#define RBI_CHECK_FOR_LEAKS 4
 rebatch_status rbi_check_undo(struct rbi_check *c);
+/* Says who has written to memory that was taken back. */
+void rbi_check_find_stale(struct rbi_check *c);
 bool rbi_check_has_time(struct rbi_check *c);
 /* The step ends where it should not. */
 rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status);
@@ -325,6 +364,15 @@ bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi
 rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
                                     const struct rbi_values *was);
 
+/* ---- what grows with the number of micro-batches (trend.c) ---- */
+
+/* The run of these micro-batches, whose results are in c->now. REBATCH_OK, REBATCH_E_HOST_OOM. */
+rebatch_status rbi_trend_add(struct rbi_check *c, const struct rbi_parts *parts);
+/* Whether an item gains the same with each micro-batch: ->is is the most that a number of it does,
+ * and ->largest that as a part of the largest value. */
+bool rbi_trend_find(struct rbi_difference *out, const struct rbi_check *c, size_t at);
+void rbi_trend_release(struct rbi_trend *trend);
+
 /* ---- the parts of a check ---- */
 
 /* The first runs (first.c): *is_there stays false where there is none to compare with. */
@@ -344,5 +392,7 @@ rebatch_status rbi_cuts_run_twice(struct rbi_check *c);
 rebatch_status rbi_ooms_run(struct rbi_check *c);
 void rbi_ooms_save_attempt(void *user);
 void rbi_ooms_was_taken_back(void *user);
+/* optimizer_step, in copies of the process (update.c). */
+rebatch_status rbi_update_check(struct rbi_check *c);
 
 #endif

@@ -46,12 +46,15 @@ static rebatch_status run_size(struct rbi_check *c, size_t size, struct rbi_part
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     if (status || undone || !is_there)
         return status ? status : undone;
-    return compare_cut(c, REBATCH_FINDING_CUT, when, cut_advice, parts);
+    status = rbi_trend_add(c, parts);
+    return status ? status : compare_cut(c, REBATCH_FINDING_CUT, when, cut_advice, parts);
 }
 
 static rebatch_status run_sizes(struct rbi_check *c, struct rbi_parts *parts)
 {
-    const size_t sizes[] = {c->base / 2 + c->base % 2, c->base / 3 + 1, c->base / 8};
+    const size_t least = rbi_round_size_up(rbi_session_options(c->rb), 1);
+    const size_t sizes[] = {c->base / 2 + c->base % 2, c->base / 3 + 1,
+                            rbi_max(c->base / 8, least)};
     size_t before = c->base;
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status && rbi_check_has_time(c); i++) {
@@ -63,8 +66,6 @@ static rebatch_status run_sizes(struct rbi_check *c, struct rbi_parts *parts)
     }
     return status;
 }
-
-/* ---- one that is followed by a larger one, or by a smaller one ---- */
 
 /* The batch in micro-batches of at most `most`, the last of which may be a rest; from `first` on.
  * False: there is no host memory. */
@@ -81,6 +82,27 @@ static bool add_rest(const struct rbi_check *c, struct rbi_parts *parts, size_t 
     }
     return is_whole;
 }
+
+/* ---- the samples over again, until there are enough micro-batches ---- */
+
+/* What each micro-batch leaves shows in so many (rbi_check_undo()). */
+static rebatch_status run_over_again(struct rbi_check *c, struct rbi_parts *parts)
+{
+    const size_t batch = rbi_session_batch(c->rb);
+    const size_t least = rbi_round_size_up(rbi_session_options(c->rb), 1);
+    size_t rounds = 0;
+    if (c->most_ran >= RBI_CHECK_FOR_LEAKS || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    parts->count = 0;
+    for (; parts->count < RBI_CHECK_FOR_LEAKS; rounds++)
+        if (!add_rest(c, parts, 0, least))
+            return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    const rebatch_status status = rbi_check_run_parts(c, parts, rounds * batch, &c->now);
+    const rebatch_status undone = rbi_check_undo(c);
+    return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM ? status : undone;
+}
+
+/* ---- one that is followed by a larger one, or by a smaller one ---- */
 
 static bool make_growing(const struct rbi_check *c, struct rbi_parts *parts, size_t least)
 {
@@ -143,12 +165,16 @@ static rebatch_status run_parts(struct rbi_check *c, const struct rbi_parts *par
     const rebatch_status undone = rbi_check_undo(c);
     if (status || undone || !is_there || rbi_finding_has(c->report, REBATCH_FINDING_OUTGROWN))
         return status ? status : undone;
-    return compare_cut(c, REBATCH_FINDING_CUT, when,
-                       is_growing ? "neither weight nor place of a sample depends on count, and a "
-                                    "buffer that is made for one micro-batch may be too small for "
-                                    "the next"
-                                  : cut_advice,
-                       parts);
+    status = rbi_trend_add(c, parts);
+    return status
+               ? status
+               : compare_cut(c, REBATCH_FINDING_CUT, when,
+                             is_growing
+                                 ? "neither weight nor place of a sample depends on count, and a "
+                                   "buffer that is made for one micro-batch may be too small for "
+                                   "the next"
+                                 : cut_advice,
+                             parts);
 }
 
 /* What shows in both orders is not about the order. */
@@ -203,12 +229,48 @@ static rebatch_status run_swallowing(struct rbi_check *c, struct rbi_parts *part
     return status;
 }
 
+/* ---- what each micro-batch adds ---- */
+
+static void find_trend(struct rbi_check *c)
+{
+    char text[192];
+    struct rbi_text t = {text, sizeof text, 0};
+    size_t found = 0;
+    const struct rbi_item *first = NULL;
+    struct rbi_difference gain, most = {.differs = false};
+    for (size_t i = 0; i < c->items.count && !c->is_cut_wrong; i++) {
+        struct rbi_item *const item = &c->items.list[i];
+        if (!item->is_compared || item->is_settled || !rbi_trend_find(&gain, c, i))
+            continue;
+        item->is_settled = true;
+        if (found++ == 0) {
+            first = item;
+            most = gain;
+        }
+        rbi_text_add(&t, found > 1 ? ", " : "");
+        rbi_item_add(&t, item);
+    }
+    if (!found)
+        return;
+    c->is_cut_wrong = true;
+    c->rounding_of[0] = '\0'; /* it may have been that term */
+    rbi_finding_add(c->report, REBATCH_FINDING_CUT, first->name,
+                    "%s grow%s with the number of micro-batches: with each one more, element %zu "
+                    "gains %.3g, %.1e of the largest; a term that no sample has, such as weight "
+                    "decay, is added once, or by count/batch of it in each micro-batch",
+                    text, found > 1 ? "" : "s", most.at, most.is, most.largest);
+}
+
 rebatch_status rbi_cuts_run(struct rbi_check *c)
 {
     struct rbi_parts parts = {NULL, 0, 0};
     rebatch_status status = run_sizes(c, &parts);
     if (!status)
         status = run_changes(c, &parts);
+    if (!status)
+        find_trend(c);
+    if (!status)
+        status = run_over_again(c, &parts);
     if (!status)
         status = run_swallowing(c, &parts);
     rbi_parts_release(&parts);

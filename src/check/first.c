@@ -82,7 +82,6 @@ static rebatch_status open_more(struct rbi_check *c)
  * c->other is how zero_grad left it. */
 static void choose_items(struct rbi_check *c)
 {
-    bool is_written = false;
     for (size_t i = 0; i < c->items.count; i++) {
         struct rbi_item *const item = &c->items.list[i];
         const char *const before = c->before.copies[i], *const cleared = c->other.copies[i];
@@ -95,13 +94,49 @@ static void choose_items(struct rbi_check *c)
             c->report->blocks++;
             c->report->block_bytes += item->bytes;
         }
-        is_written |= item->is_compared && memcmp(cleared, after, item->bytes) != 0;
     }
-    if (!is_written)
+}
+
+/* Whether forward_backward has changed something that is compared. */
+static bool is_written(const struct rbi_check *c, const struct rbi_values *after)
+{
+    for (size_t i = 0; i < c->items.count; i++) {
+        const struct rbi_item *const item = &c->items.list[i];
+        if (item->is_compared && memcmp(c->other.copies[i], after->copies[i], item->bytes) != 0)
+            return true;
+    }
+    return false;
+}
+
+/* Dropout may have dropped all of a small batch, and does not of so many. */
+#define ROUNDS 64
+
+static rebatch_status find_unwritten(struct rbi_check *c)
+{
+    struct rbi_parts rounds = {NULL, 0, 0};
+    bool is_made = true;
+    for (size_t i = 0; i < ROUNDS * c->whole.count && is_made; i++) {
+        const struct rbi_part *const part = &c->whole.list[i % c->whole.count];
+        is_made = rbi_parts_add(&rounds, part->first, part->count);
+    }
+    const rebatch_status status =
+        is_made ? rbi_check_run_parts(c, &rounds, ROUNDS * rbi_session_batch(c->rb), &c->now)
+                : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    rbi_parts_release(&rounds);
+    if (!is_made || status == REBATCH_E_DEVICE_LOST)
+        return status;
+    if (!status && is_written(c, &c->now))
+        rbi_finding_add(c->report, REBATCH_FINDING_UNWATCHED, "",
+                        "forward_backward adds nothing for this batch, and does when the batch "
+                        "comes %d times: dropout may have dropped all of it, and nothing but zeros "
+                        "was compared; check a larger batch",
+                        ROUNDS);
+    else
         rbi_finding_add(c->report, REBATCH_FINDING_UNCOMPARED, "",
                         "forward_backward changes nothing that could be compared, neither what is "
                         "watched nor memory of the pool that zero_grad clears: name the gradients "
                         "and the loss with rebatch_watch()");
+    return rbi_check_undo(c);
 }
 
 /* A variable that holds no pointer, of memory that was to be there. */
@@ -186,7 +221,9 @@ static rebatch_status run_reference(struct rbi_check *c, uint64_t left_out, bool
         find_no_numbers(c);
         say_unwatched(c, left_out);
     }
-    const rebatch_status undone = rbi_check_undo(c);
+    rebatch_status undone = rbi_check_undo(c);
+    if (*is_there && !status && !undone && !is_written(c, &c->reference))
+        undone = find_unwritten(c);
     return status ? rbi_check_fail(c, "when it ran a second time", status) : undone;
 }
 

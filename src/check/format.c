@@ -69,6 +69,9 @@ static void add_summary(struct rbi_text *t, const rebatch_check_report *report)
     if (report->allocations)
         rbi_text_add(t, "an OOM at %" PRIu64 " of %" PRIu64 " allocation%s, ", report->ooms,
                      report->allocations, ending(report->allocations));
+    if (report->update_allocations)
+        rbi_text_add(t, "at %" PRIu64 " of %" PRIu64 " of optimizer_step, ", report->update_ooms,
+                     report->update_allocations);
     add_compared(t, report);
     rbi_text_add(t, ", %.1f s%s\n", report->seconds,
                  report->is_cut_short ? ", cut short by max_seconds" : "");
@@ -88,5 +91,9 @@ size_t rebatch_check_format(char *text, size_t size, const rebatch_check_report 
     else
         rbi_text_add(&t, "no mistakes");
     add_summary(&t, report);
+    if (report->not_looked_at) {
+        rbi_text_add(&t, "%-*s", INDENT, "not looked at");
+        add_wrapped(&t, report->not_looked_at);
+    }
     return t.length;
 }

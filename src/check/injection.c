@@ -49,7 +49,7 @@ void rbi_parts_release(struct rbi_parts *parts)
 
 /* ---- requests ---- */
 
-bool rbi_injection_fails(void *user)
+bool rbi_injection_fails(void *user, size_t bytes)
 {
     struct rbi_injection *injection = user;
     injection->requests++;
@@ -59,6 +59,7 @@ bool rbi_injection_fails(void *user)
         return false;
     injection->is_done = true;
     injection->injected = injection->place;
+    injection->injected_bytes = bytes;
     injection->ooms_at_injection = rbi_pool_oom_count(rebatch_get_pool(injection->rb)) + 1;
     return true;
 }
@@ -90,7 +91,7 @@ static void callback_begins(void *user, enum rbi_callback which, const rebatch_m
     injection->has_failed = false;
     if (which == RBI_ZERO_GRAD)
         injection->done.count = 0;
-    if (which == RBI_FORWARD_BACKWARD && !injection->is_done)
+    if ((which == RBI_FORWARD_BACKWARD || which == RBI_OPTIMIZER) && !injection->is_done)
         injection->attempt_begins(injection->user);
     injection->ooms = rbi_pool_oom_count(rebatch_get_pool(injection->rb));
     set_running(injection, &(struct rbi_place){.which = which,
@@ -124,11 +125,8 @@ static void callback_ended(void *user, rebatch_status result)
     if (rbi_pool_oom_count(pool) != injection->ooms) {
         rebatch_oom_report oom = {0};
         rbi_pool_last_own_oom(&oom, pool);
-        const uint64_t bytes = rbi_max(oom.asked_bytes, 1);
-        if (injection->is_done && !injection->injected_bytes)
-            injection->injected_bytes = bytes;
         if (result == REBATCH_OK && !injection->was_swallowed)
-            note_swallowed(injection, bytes);
+            note_swallowed(injection, rbi_max(oom.asked_bytes, 1));
     }
     if (result == REBATCH_OK && injection->place.which == RBI_FORWARD_BACKWARD)
         note_succeeded(injection);
@@ -157,10 +155,15 @@ void rbi_place_add(struct rbi_text *t, const struct rbi_place *place, uint64_t b
     rbi_text_add(t, "allocation %" PRIu64 " (", place->number);
     rbi_text_add_bytes(t, bytes);
     rbi_text_add(t, ") of %s", rbi_callback_name(place->which));
+    rbi_samples_add(t, place);
+    if (place->is_helpers)
+        rbi_text_add(t, ", made by a helper thread,");
+}
+
+void rbi_samples_add(struct rbi_text *t, const struct rbi_place *place)
+{
     if (place->count == 1)
         rbi_text_add(t, " of sample %zu", place->first);
     else if (place->count)
         rbi_text_add(t, " of samples %zu-%zu", place->first, place->first + place->count - 1);
-    if (place->is_helpers)
-        rbi_text_add(t, ", made by a helper thread,");
 }

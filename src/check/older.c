@@ -90,6 +90,23 @@ void rbi_older_close(struct rbi_old_blocks *blocks)
 
 /* ---- contents ---- */
 
+rebatch_status rbi_older_save(char ***out, const struct rbi_old_blocks *blocks)
+{
+    rebatch_device *device = rbi_session_device(blocks->rb);
+    const rebatch_stream stream = rbi_session_options(blocks->rb)->stream;
+    rebatch_status status = REBATCH_OK;
+    *out = rbi_heap_calloc(rbi_max(blocks->count, 1), sizeof **out);
+    for (size_t i = 0; i < blocks->count && *out && !status; i++) {
+        const struct rbi_old_block *const block = &blocks->list[i];
+        if (!((*out)[i] = rbi_heap_calloc(1, block->bytes)))
+            return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy what is in use");
+        status = rebatch_copy(device, (*out)[i], block->address, block->bytes, stream);
+    }
+    if (!*out)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy what is in use");
+    return status ? status : rebatch_stream_synchronize(device, stream);
+}
+
 /* FNV-1a over words of eight bytes. */
 static uint64_t add_digest(uint64_t digest, const char *bytes, size_t count)
 {

@@ -40,7 +40,7 @@ void rbi_ooms_was_taken_back(void *user)
 {
     struct rbi_check *c = user;
     const rebatch_phase phase = rbi_session_failure(c->rb)->phase;
-    const bool is_clean = phase == REBATCH_PHASE_FORWARD;
+    const bool is_clean = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_OPTIMIZER;
     rbi_stale_take_back(&c->stale, phase == REBATCH_PHASE_BACKWARD);
     if (is_clean && c->injection.is_done &&
         c->injection.injected.serial == c->injection.place.serial)
@@ -128,6 +128,7 @@ static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fa
     char when[256];
     size_t ran;
     struct rbi_text t = {when, sizeof when, 0};
+    rbi_drill_release(c->rb); /* as in the first run, so that resize has its requests */
     rebatch_status status = rbi_check_run(c, size, fails_at, &ran);
     const bool is_there = !status && c->injection.is_done,
                was_swallowed = c->injection.was_swallowed;

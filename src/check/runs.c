@@ -29,7 +29,7 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
 }
 
 /* Who writes to memory that was taken back. */
-static void find_stale(struct rbi_check *c)
+void rbi_check_find_stale(struct rbi_check *c)
 {
     struct rbi_stale_block block;
     if (rbi_finding_has(c->report, REBATCH_FINDING_STALE) || !rbi_stale_find(&block, &c->stale))
@@ -48,7 +48,9 @@ static void find_leak(struct rbi_check *c)
 {
     struct rbi_stale_block block;
     const size_t ran = c->injection.done.count;
-    if (ran < 4 || c->injection.is_done || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
+    c->most_ran = rbi_max(c->most_ran, ran);
+    if (ran < RBI_CHECK_FOR_LEAKS || c->injection.is_done ||
+        rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
         return;
     const size_t left = rbi_stale_count_left(&block, &c->stale);
     if (left + 1 < ran)
@@ -64,7 +66,7 @@ static void find_leak(struct rbi_check *c)
 
 rebatch_status rbi_check_take_back(struct rbi_check *c)
 {
-    find_stale(c);
+    rbi_check_find_stale(c);
     find_leak(c);
     const rebatch_status status = rbi_drill_undo(c->rb);
     rbi_stale_take_back(&c->stale, true);

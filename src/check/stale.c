@@ -75,6 +75,9 @@ static void on_call(void *user, enum rbi_pool_call call, const void *address, si
         for (size_t i = stale->gone.count; i-- > 0;)
             if (overlap(&stale->gone.blocks[i], address, whole))
                 remove_at(&stale->gone, i);
+        for (size_t i = stale->lost.count; i-- > 0;)
+            if (overlap(&stale->lost.blocks[i], address, whole))
+                remove_at(&stale->lost, i);
         add(is_beside(stale) ? &stale->beside : &stale->live,
             &(struct rbi_stale_block){.address = address,
                                       .bytes = bytes,
@@ -153,6 +156,7 @@ void rbi_stale_take_back(struct rbi_stale *stale, bool is_all)
             continue;
         remove_at(&stale->live, i);
         add(&stale->gone, &block);
+        add(&stale->lost, &block);
     }
     find_cached(stale, &stale->gone, from);
     for (size_t i = stale->gone.count; i-- > from;) {
@@ -175,6 +179,14 @@ bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale)
             return true;
     }
     return false;
+}
+
+const struct rbi_stale_block *rbi_stale_lost_at(const struct rbi_stale *stale, const void *address)
+{
+    for (size_t i = stale->lost.count; i-- > 0;)
+        if (overlap(&stale->lost.blocks[i], address, 1))
+            return &stale->lost.blocks[i];
+    return NULL;
 }
 
 /* ---- what is in use ---- */
@@ -255,6 +267,7 @@ void rbi_stale_end(struct rbi_stale *stale)
         rbi_pool_set_recorder(rebatch_get_pool(stale->injection->rb), NULL);
     rbi_heap_free(stale->live.blocks);
     rbi_heap_free(stale->gone.blocks);
+    rbi_heap_free(stale->lost.blocks);
     rbi_heap_free(stale->beside.blocks);
     *stale = (struct rbi_stale){.is_on = false};
 }

@@ -59,11 +59,16 @@ static double value_at(const struct rbi_item *item, const char *values, size_t a
     }
 }
 
+size_t rbi_values_count(const struct rbi_item *item)
+{
+    return item->bytes / bytes_of(item->number);
+}
+
 /* ---- differences ---- */
 
 double rbi_values_largest(const struct rbi_item *item, const char *values)
 {
-    const size_t count = item->bytes / bytes_of(item->number);
+    const size_t count = rbi_values_count(item);
     double largest = 0;
     for (size_t i = 0; i < count; i++) {
         const double value = fabs(value_at(item, values, i));
@@ -112,10 +117,22 @@ struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char
     return found;
 }
 
+double rbi_values_add_difference(float *sums, const struct rbi_item *item, const char *was,
+                                 const char *is)
+{
+    double squares = 0;
+    for (size_t i = 0; i < rbi_values_count(item); i++) {
+        const double difference = value_at(item, is, i) - value_at(item, was, i);
+        sums[i] += (float)difference;
+        squares += difference * difference;
+    }
+    return squares;
+}
+
 double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
                                double part)
 {
-    const size_t count = item->bytes / bytes_of(item->number);
+    const size_t count = rbi_values_count(item);
     const double scale = rbi_values_largest(item, was);
     size_t all = 0, beyond = 0;
     for (size_t i = 0; i < count; i++) {
@@ -130,7 +147,7 @@ double rbi_values_share_beyond(const struct rbi_item *item, const char *was, con
 
 double rbi_values_rms(const struct rbi_item *item, const char *values)
 {
-    const size_t count = item->bytes / bytes_of(item->number);
+    const size_t count = rbi_values_count(item);
     const double largest = rbi_values_largest(item, values);
     double squares = 0;
     for (size_t i = 0; i < count && largest > 0; i++) {
@@ -142,7 +159,7 @@ double rbi_values_rms(const struct rbi_item *item, const char *values)
 
 double rbi_values_growth(const struct rbi_item *item, const char *was, const char *is)
 {
-    const size_t count = item->bytes / bytes_of(item->number);
+    const size_t count = rbi_values_count(item);
     const double largest = rbi_values_largest(item, was);
     if (item->number == REBATCH_BYTES || largest <= 0)
         return 0;
@@ -157,7 +174,7 @@ double rbi_values_growth(const struct rbi_item *item, const char *was, const cha
 
 bool rbi_values_find_no_number(size_t *at, const struct rbi_item *item, const char *values)
 {
-    const size_t count = item->number == REBATCH_BYTES ? 0 : item->bytes / bytes_of(item->number);
+    const size_t count = item->number == REBATCH_BYTES ? 0 : rbi_values_count(item);
     for (*at = 0; *at < count; ++*at)
         if (!isfinite(value_at(item, values, *at)))
             return true;

@@ -69,7 +69,7 @@ static const struct {
               {"--oom", "REBATCH_RUN_OOM"},
               {"--oom-chance", "REBATCH_RUN_OOM_CHANCE"},
               {"--seed", "REBATCH_RUN_SEED"}};
-enum { SHRINK = 4, RECORD, CHECK, HELP };
+enum { OOM = 1, OOM_CHANCE, SEED, SHRINK, RECORD, CHECK, HELP };
 
 /* Adds a share to those that were given before. */
 static bool add_shrink(const char *share)
@@ -136,18 +136,43 @@ static bool set_option(int option, const char *value)
     }
 }
 
+/* What would do nothing. `given` has a bit for each option. */
+static bool serves(unsigned given)
+{
+    const bool has_check = given & 1u << CHECK;
+    const bool has_seed = given & 1u << SEED;
+    const char *beside = NULL;
+    if (given & 1u << SHRINK)
+        beside = "--shrink";
+    if (given & 1u << OOM_CHANCE)
+        beside = simple[OOM_CHANCE].option;
+    if (given & 1u << OOM)
+        beside = simple[OOM].option;
+    if (has_check && beside)
+        fprintf(stderr,
+                "rebatch: %s does nothing with --check, which makes each allocation fail once: "
+                "expected one of the two\n",
+                beside);
+    else if (has_seed && !getenv(simple[OOM_CHANCE].variable))
+        fprintf(stderr, "rebatch: --seed does nothing without --oom-chance: expected both\n");
+    else
+        return true;
+    return false;
+}
+
 /* Whether to go on; else *code is what to exit with. */
 static bool read_request(char ***program, int count, char **arguments, int *code)
 {
     static const struct option known[] = {{"limit", required_argument, NULL, 0},
-                                          {"oom", required_argument, NULL, 1},
-                                          {"oom-chance", required_argument, NULL, 2},
-                                          {"seed", required_argument, NULL, 3},
+                                          {"oom", required_argument, NULL, OOM},
+                                          {"oom-chance", required_argument, NULL, OOM_CHANCE},
+                                          {"seed", required_argument, NULL, SEED},
                                           {"shrink", required_argument, NULL, SHRINK},
                                           {"record", required_argument, NULL, RECORD},
                                           {"check", no_argument, NULL, CHECK},
                                           {"help", no_argument, NULL, HELP},
                                           {NULL, 0, NULL, 0}};
+    unsigned given = 0;
     *code = RBI_EXIT_USAGE;
     for (int found; (found = getopt_long(count + 1, arguments - 1, "+:h", known, NULL)) != -1;) {
         if (found == '?' || found == ':') {
@@ -160,9 +185,10 @@ static bool read_request(char ***program, int count, char **arguments, int *code
         }
         if (!set_option(found, optarg))
             return false;
+        given |= 1u << found;
     }
     *program = rbi_child_find("run", optind - 1, count, arguments);
-    return *program && rbi_child_check();
+    return *program && rbi_child_check() && serves(given);
 }
 
 /* ---- what came of it ---- */

@@ -324,6 +324,11 @@ bool rbi_device_has_contents(const rebatch_device *device)
     return device->ops->copy != NULL;
 }
 
+bool rbi_device_is_in_process(const rebatch_device *device)
+{
+    return device->ops->is_in_process && device->ops->is_in_process(device->self);
+}
+
 bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream)
 {
     return !stream || !device->ops->stream_is_valid ||

@@ -61,6 +61,8 @@ struct rbi_device_ops {
     rebatch_status (*ordinal)(void *self, int *out);
     /* set_access, from here on, is for that GPU too; NULL: it is no GPU. */
     rebatch_status (*allow_peer)(void *self, int ordinal);
+    /* See rbi_device_is_in_process(); NULL: it is not. */
+    bool (*is_in_process)(void *self);
 
     /* -- virtual memory: all of these, or none and then reserve is NULL --
      * Address space is reserved, physical memory is created, and the one is mapped to the other;
@@ -143,6 +145,9 @@ rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t by
 
 /* Whether memory can be copied and filled. */
 bool rbi_device_has_contents(const rebatch_device *device);
+/* Whether it is nothing but memory of this process, without threads, so that a copy of the process
+ * can go on with it. What virtual memory is made of is shared with it all the same. */
+bool rbi_device_is_in_process(const rebatch_device *device);
 bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream);
 rebatch_status rbi_device_take_last_error(rebatch_device *device);
 

@@ -260,6 +260,11 @@ static rebatch_status fault_unmap(void *self, void *address, size_t bytes)
     PASS(REBATCH_FAULT_UNMAP, rbi_device_unmap(inner, address, bytes));
 }
 
+static bool fault_is_in_process(void *self)
+{
+    return rbi_device_is_in_process(inner_of(self));
+}
+
 static size_t fault_host_room(void *self)
 {
     return rbi_device_host_room(inner_of(self));
@@ -298,6 +303,7 @@ static const struct rbi_device_ops plain_ops = {
     .event_synchronize = fault_event_synchronize,
     .stream_wait = fault_stream_wait,
     .stream_is_valid = fault_stream_is_valid,
+    .is_in_process = fault_is_in_process,
     .set_capacity = fault_set_capacity,
     .take_last_error = fault_take_last_error,
     .pinned_alloc = fault_pinned_alloc,

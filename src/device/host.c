@@ -414,6 +414,16 @@ static rebatch_status host_stream_wait(void *self, rebatch_stream stream, rbi_ev
     return rbi_host_stream_wait(stream, event);
 }
 
+/* Each stream has a thread. */
+static bool host_is_in_process(void *self)
+{
+    struct host *host = self;
+    pthread_mutex_lock(&host->lock);
+    const bool has_none = !host->streams;
+    pthread_mutex_unlock(&host->lock);
+    return has_none;
+}
+
 /* ---- opening ---- */
 
 static const struct rbi_device_ops host_ops = {
@@ -437,6 +447,7 @@ static const struct rbi_device_ops host_ops = {
     .event_synchronize = host_event_synchronize,
     .stream_wait = host_stream_wait,
     .stream_is_valid = host_stream_is_valid,
+    .is_in_process = host_is_in_process,
     .set_capacity = host_set_capacity,
     .pinned_alloc = host_pinned_alloc,
     .pinned_free = host_pinned_free,

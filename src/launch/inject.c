@@ -10,8 +10,9 @@ static void say(const struct rbi_run *run);
 /* ---- requests that fail ---- */
 
 /* Runs with the pool's lock held, in the thread that asks. */
-static bool strikes(void *user)
+static bool strikes(void *user, size_t bytes)
 {
+    (void)bytes;
     struct rbi_run *run = user;
     const rebatch *rb = run->rb;
     if (!run->in_step || !rbi_callback_includes_thread(rb))

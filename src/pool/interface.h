@@ -176,10 +176,10 @@ struct rbi_pool_pressure_watch {
     void *user;
 };
 
-/* Asked before memory is looked for whether the request is to fail as if there were none. It runs
- * with the lock held, so it must not call the pool. */
+/* Asked before memory is looked for whether the request of so many bytes is to fail as if there
+ * were none. It runs with the lock held, so it must not call the pool. */
 struct rbi_pool_fault {
-    bool (*strikes)(void *user); /* NULL: none does */
+    bool (*strikes)(void *user, size_t bytes); /* NULL: none does */
     void *user;
 };
 

@@ -118,7 +118,7 @@ rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
 {
     struct rbi_request request;
     if (!pool->fault.strikes || rbi_pool_is_other_thread(pool, pool->owner_thread) ||
-        pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
+        pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user, bytes))
         return REBATCH_OK;
     if (rbi_overflow_is_open(pool)) {
         pool->overflow.is_struck = true;

@@ -104,9 +104,24 @@ rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, si
     return wait_for_it(rb, status);
 }
 
+rebatch_status rbi_drill_update(rebatch *rb)
+{
+    const rebatch_status status = rbi_update_run(rb);
+    if (!status) {
+        rbi_scope_commit_all(rb->pool, rb->run.scope);
+        rb->run.scope = 0;
+    }
+    return wait_for_it(rb, status);
+}
+
 rebatch_status rbi_drill_undo(rebatch *rb)
 {
     return rbi_step_undo(rb);
+}
+
+void rbi_drill_release(rebatch *rb)
+{
+    rbi_resize_release(rb);
 }
 
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)

@@ -245,8 +245,12 @@ struct rbi_part {
 };
 rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
                                    size_t batch);
+/* optimizer_step after rbi_drill_run(), for good: the next run is of the step that follows. */
+rebatch_status rbi_drill_update(rebatch *rb);
 /* Takes back what the last run allocated and freed, and puts guarded state back. */
 rebatch_status rbi_drill_undo(rebatch *rb);
+/* Takes back what resize allocated: the next run calls it. */
+void rbi_drill_release(rebatch *rb);
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);
 
 /* ---- what the program names (named.c) ---- */

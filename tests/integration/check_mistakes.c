@@ -534,6 +534,23 @@ Test(check_mistakes, each_is_found_and_named_once)
     }
 }
 
+Test(check_mistakes, memory_that_micro_batches_leave_is_found_in_a_batch_of_any_size)
+{
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    for (size_t batch = 1; batch <= 8; batch++)
+        for (int leaks = 0; leaks < 2; leaks++) {
+            struct trainer t;
+            rebatch_check_report report;
+            open_trainer(&t, leaks ? LEAKS_A_BLOCK_A_MICRO_BATCH : NONE, 0);
+            cr_expect_eq(rebatch_check(t.run.rb, &ops, batch, &t, NULL, &report),
+                         leaks ? REBATCH_E_STATE : REBATCH_OK, "batch of %zu:\n%s", batch,
+                         check_texts(&report));
+            cr_expect_eq(check_find(&report, REBATCH_FINDING_LEAK, "") != NULL, leaks,
+                         "batch of %zu:\n%s", batch, check_texts(&report));
+            close_trainer(&t);
+        }
+}
+
 /* The cap is what fails, and nothing on purpose. */
 Test(check_mistakes, an_oom_that_is_swallowed_under_a_cap_is_found)
 {
@@ -614,6 +631,78 @@ Test(check_mistakes, what_comes_and_goes_and_what_is_scratch_is_no_result)
                  check_texts(&report));
     cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
     close_trainer(&t);
+}
+
+/* Blocks of the pool that are older than the step, which zero_grad clears; the sum is compared by
+ * its name. */
+struct pooled {
+    rebatch *rb;
+    float *sums, *freed; /* of 2 and of 4 features */
+    double sum;
+    unsigned cleared, frees_at; /* the run of zero_grad that frees it; 0: none */
+};
+
+static rebatch_status clear_pooled(void *user)
+{
+    struct pooled *s = user;
+    s->sum = 0;
+    memset(s->sums, 0, 2 * FEATURE_BYTES);
+    memset(s->freed, 0, 4 * FEATURE_BYTES);
+    return ++s->cleared == s->frees_at ? rebatch_pool_free(rebatch_get_pool(s->rb), s->freed)
+                                       : REBATCH_OK;
+}
+
+static rebatch_status add_pooled(const rebatch_microbatch *mb, void *user)
+{
+    struct pooled *s = user;
+    rebatch_mutating(s->rb);
+    for (size_t i = 0; i < mb->count; i++) {
+        const float value = check_input(mb->first + i, 1) / (float)mb->batch;
+        s->sum += (double)value;
+        s->sums[3] += value;
+        if (s->cleared < s->frees_at || !s->frees_at)
+            s->freed[2] += value;
+    }
+    return REBATCH_OK;
+}
+
+static rebatch_status check_pooled(rebatch_check_report *report, unsigned frees_at)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = clear_pooled,
+                                  .forward_backward = add_pooled,
+                                  .optimizer_step = do_nothing,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    struct trainer t = {.mistake = NONE};
+    struct pooled s = {.frees_at = frees_at};
+    options.log_level = REBATCH_LOG_QUIET;
+    cr_assert_eq(rebatch_device_open_host(&t.device, MIB(8), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t.run.rb, t.device, &options), REBATCH_OK);
+    s.rb = t.run.rb;
+    s.sums = make(&t, 2 * FEATURE_BYTES);
+    s.freed = make(&t, 4 * FEATURE_BYTES);
+    s.sums[3] = s.freed[2] = 7; /* of the step before */
+    (void)make(&t, 1024);       /* which nobody changes */
+    cr_assert_eq(
+        rebatch_watch(t.run.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64),
+        REBATCH_OK);
+    const rebatch_status status = rebatch_check(t.run.rb, &ops, BATCH, &s, NULL, report);
+    close_trainer(&t);
+    return status;
+}
+
+Test(check_mistakes, blocks_without_a_name_are_counted_and_compared_while_they_are_there)
+{
+    rebatch_check_report report;
+    cr_expect_eq(check_pooled(&report, 0), REBATCH_OK, "%s", check_texts(&report));
+    cr_expect_eq(report.watched, 1);
+    cr_expect_eq(report.blocks, 2);
+    cr_expect_eq(report.block_bytes, 6 * FEATURE_BYTES);
+    cr_expect(strstr(check_texts(&report), "compared 1 name and 2 blocks without a name, 192 B, "),
+              "%s", check_texts(&report));
+    cr_expect_eq(check_pooled(&report, 5), REBATCH_OK, "what is freed is no result: %s",
+                 check_texts(&report));
 }
 
 /* Sums in another order are a note. */

@@ -23,7 +23,8 @@ enum mistake {
     OWN_WEIGHTS, /* which is none: samples are weighted by a constant */
     WEIGHT_OF_THE_COUNT,
     LEAVES_OUT_A_SAMPLE,
-    MEAN_OF_THE_MICRO_BATCH
+    MEAN_OF_THE_MICRO_BATCH,
+    DECAYS_IN_EACH_MICRO_BATCH
 };
 
 struct net {
@@ -32,6 +33,7 @@ struct net {
     enum mistake mistake;
     rebatch_device *device;
     uint64_t rng;
+    float decay; /* of the weights, which is added to the gradients */
     float w1[HIDDEN][INPUTS], w2[OUTPUTS][HIDDEN], shift;
     float x[BATCH][INPUTS], y[BATCH][OUTPUTS];
     /* results */
@@ -198,6 +200,13 @@ static void add(const struct net *n, float *gradient, uint16_t *narrow, float va
     *narrow = (uint16_t)(bits >> 16);
 }
 
+/* A term that no sample has: once in each micro-batch by mistake, else as much of it as samples. */
+static float decay_of(const struct net *n, const rebatch_microbatch *mb, float weight)
+{
+    return n->decay * weight *
+           (n->mistake == DECAYS_IN_EACH_MICRO_BATCH ? 1 : (float)mb->count / (float)mb->batch);
+}
+
 static void accumulate(struct net *n, const rebatch_microbatch *mb, const struct activations *a)
 {
     for (size_t h = 0; h < HIDDEN; h++)
@@ -205,14 +214,14 @@ static void accumulate(struct net *n, const rebatch_microbatch *mb, const struct
             struct sum sum = sum_for(mb->count);
             for (size_t i = 0; i < mb->count; i++)
                 sum_add(&sum, a->dhidden[i][h] * operand(n, n->x[mb->first + i][k]));
-            add(n, &n->d1[h][k], &n->b1[h][k], sum_end(&sum));
+            add(n, &n->d1[h][k], &n->b1[h][k], sum_end(&sum) + decay_of(n, mb, n->w1[h][k]));
         }
     for (size_t o = 0; o < OUTPUTS; o++)
         for (size_t h = 0; h < HIDDEN; h++) {
             struct sum sum = sum_for(mb->count);
             for (size_t i = 0; i < mb->count; i++)
                 sum_add(&sum, a->dout[i][o] * a->centered[i][h]);
-            add(n, &n->d2[o][h], &n->b2[o][h], sum_end(&sum));
+            add(n, &n->d2[o][h], &n->b2[o][h], sum_end(&sum) + decay_of(n, mb, n->w2[o][h]));
         }
 }
 
@@ -265,17 +274,28 @@ static void fill(struct net *n, uint64_t seed)
     n->shift = 0.1f * uniform(n);
 }
 
-static rebatch_status check(rebatch_check_report *report, enum precision precision,
-                            enum mistake mistake, uint64_t seed)
+struct trial {
+    enum precision precision;
+    enum mistake mistake;
+    uint64_t seed;
+    float decay;
+    double tolerance;
+};
+
+static rebatch_status check_trial(rebatch_check_report *report, const struct trial *trial)
 {
+    const enum precision precision = trial->precision;
+    const enum mistake mistake = trial->mistake;
+    rebatch_check_options of_check = REBATCH_CHECK_OPTIONS_INIT;
+    of_check.tolerance = trial->tolerance;
     static struct net n;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.log_level = REBATCH_LOG_QUIET;
     rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     if (mistake == OWN_WEIGHTS)
         ops.flags |= REBATCH_OWN_WEIGHTS;
-    n = (struct net){.precision = precision, .mistake = mistake};
-    fill(&n, seed);
+    n = (struct net){.precision = precision, .mistake = mistake, .decay = trial->decay};
+    fill(&n, trial->seed);
     cr_assert_eq(rebatch_device_open_host(&n.device, MIB(8), NULL), REBATCH_OK);
     cr_assert_eq(rebatch_open(&n.run.rb, n.device, &options), REBATCH_OK);
     if (precision == BFLOAT16) {
@@ -285,12 +305,19 @@ static rebatch_status check(rebatch_check_report *report, enum precision precisi
         watch(&n, "w1", n.d1, sizeof n.d1, REBATCH_F32);
         watch(&n, "w2", n.d2, sizeof n.d2, REBATCH_F32);
     }
-    watch(&n, "shift", &n.dshift, sizeof n.dshift, REBATCH_F32);
+    if (trial->tolerance <= 0) /* all of it is rounding, beyond any tolerance */
+        watch(&n, "shift", &n.dshift, sizeof n.dshift, REBATCH_F32);
     watch(&n, "loss", &n.loss, sizeof n.loss, REBATCH_F32);
-    const rebatch_status status = rebatch_check(n.run.rb, &ops, BATCH, &n, NULL, report);
+    const rebatch_status status = rebatch_check(n.run.rb, &ops, BATCH, &n, &of_check, report);
     rebatch_close(n.run.rb);
     rebatch_device_close(n.device);
     return status;
+}
+
+static rebatch_status check(rebatch_check_report *report, enum precision precision,
+                            enum mistake mistake, uint64_t seed)
+{
+    return check_trial(report, &(struct trial){precision, mistake, seed, .decay = 0.01f});
 }
 
 static const char *const precisions[] = {"float", "TF32", "bfloat16 with float gradients",
@@ -325,4 +352,41 @@ Test(check_rounding, a_mistake_is_told_from_rounding_in_any_precision)
                              check_texts(&report));
                 cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
             }
+}
+
+/* What decays is as small as what float, TF32 and bfloat16 round. Seeds 1 to 10. */
+Test(check_rounding, a_term_that_each_micro_batch_adds_is_found_at_the_size_of_rounding)
+{
+    static const float decays[] = {
+        [FLOAT] = 1e-6f, [TF32] = 1e-4f, [MIXED] = 1e-3f, [BFLOAT16] = 4e-3f};
+    rebatch_check_report report;
+    for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
+        for (uint64_t seed = 1; seed <= 10; seed++) {
+            const struct trial trial = {precision, DECAYS_IN_EACH_MICRO_BATCH, seed,
+                                        decays[precision], 0};
+            cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s, seed %ju:\n%s",
+                         precisions[precision], (uintmax_t)seed, check_texts(&report));
+            const rebatch_finding *const found = check_find(&report, REBATCH_FINDING_CUT, "w1");
+            cr_expect(found && strstr(found->text,
+                                      "with the number of micro-batches: with each one more"),
+                      "%s", check_texts(&report));
+            cr_expect_eq(report.finding_count, 1, "%s", check_texts(&report));
+        }
+}
+
+/* A bound that the caller sets is the only one. */
+Test(check_rounding, a_tolerance_is_the_bound_of_what_is_rounding)
+{
+    rebatch_check_report report;
+    struct trial trial = {FLOAT, DECAYS_IN_EACH_MICRO_BATCH, 1, 0.01f, .tolerance = 0.5};
+    cr_expect_eq(check_trial(&report, &trial), REBATCH_OK, "%s", check_texts(&report));
+    cr_expect_not_null(check_find(&report, REBATCH_FINDING_ROUNDING, ""), "%s",
+                       check_texts(&report));
+    trial.tolerance = 1e-3;
+    cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s", check_texts(&report));
+    trial = (struct trial){FLOAT, NONE, 1, 0, .tolerance = 1e-9};
+    cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s", check_texts(&report));
+    cr_expect_not_null(check_find(&report, REBATCH_FINDING_CUT, "w1"), "%s", check_texts(&report));
+    trial.tolerance = 1e-5;
+    cr_expect_eq(check_trial(&report, &trial), REBATCH_OK, "%s", check_texts(&report));
 }

@@ -276,6 +276,43 @@ Test(check_step, bounds_hold_and_nothing_watched_is_said)
     close_trainer(&t);
 }
 
+/* Every 50th sample that it sees is not dropped. */
+static rebatch_status drop_most(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    rebatch_mutating(t->run.rb);
+    for (size_t i = 0; i < mb->count; i++)
+        if (++t->rng % 50 == 0)
+            t->loss += (double)check_input(mb->first + i, 1) / (double)mb->batch;
+    return REBATCH_OK;
+}
+
+static rebatch_status drop_all(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    struct trainer *t = user;
+    rebatch_mutating(t->run.rb);
+    return REBATCH_OK;
+}
+
+Test(check_step, a_batch_of_which_dropout_drops_all_is_no_mistake)
+{
+    rebatch_step_ops ops = check_step_ops(zero_grad, drop_most);
+    struct trainer t;
+    rebatch_check_report report;
+    open_trainer(&t, NONE, NULL);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, 2, &t, NULL, &report), REBATCH_OK, "%s",
+                 check_texts(&report));
+    const rebatch_finding *found = check_find(&report, REBATCH_FINDING_UNWATCHED, "");
+    cr_expect(found && strstr(found->text, "dropout may have dropped all of it"), "%s",
+              check_texts(&report));
+    ops.forward_backward = drop_all;
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, 2, &t, NULL, &report), REBATCH_E_STATE);
+    cr_expect_not_null(check_find(&report, REBATCH_FINDING_UNCOMPARED, ""), "%s",
+                       check_texts(&report));
+    close_trainer(&t);
+}
+
 Test(check_step, what_it_refuses)
 {
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);

@@ -257,6 +257,24 @@ Test(cli_run, a_wrong_limit_names_the_option_and_a_value_too_many_is_said)
                    "rebatch: --check=1 has a value: expected none; see 'rebatch help run'\n");
 }
 
+Test(cli_run, an_option_that_would_do_nothing_is_refused)
+{
+    static const char *const options[] = {"--oom 3", "--oom-chance 5%", "--shrink 50%@step:3"};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char arguments[64], words[160];
+        (void)snprintf(arguments, sizeof arguments, "--check %s -- true", options[i]);
+        (void)snprintf(words, sizeof words,
+                       "rebatch: %.*s does nothing with --check, which makes each allocation fail "
+                       "once: expected one of the two\n",
+                       (int)strcspn(options[i], " "), options[i]);
+        expect_refused(arguments, 2, words);
+    }
+    expect_refused("--seed 4 -- true", 2,
+                   "rebatch: --seed does nothing without --oom-chance: expected both\n");
+    expect_refused("--oom 3 --seed 4 -- true", 2,
+                   "rebatch: --seed does nothing without --oom-chance: expected both\n");
+}
+
 /* A variable that nothing reads would leave the run without its limit. */
 Test(cli_run, a_variable_that_is_nearly_one_is_named)
 {

@@ -170,8 +170,9 @@ void storm_check_keep(struct storm *s, const struct storm_keep *should, double r
 void storm_check_cut(struct storm *s, const rebatch_microbatch *mb)
 {
     const rebatch_options *const o = &s->plan.options;
-    const bool is_twice = s->is_checked && mb->batch == 2 * s->batch;
-    if (mb->count == 0 || mb->first + mb->count > s->batch || (mb->batch != s->batch && !is_twice))
+    const bool is_over_again = s->is_checked && mb->batch % s->batch == 0;
+    if (mb->count == 0 || mb->first + mb->count > s->batch ||
+        (mb->batch != s->batch && !is_over_again))
         storm_fail(s, "a micro-batch of [%zu, %zu) of %zu in a batch of %zu", mb->first,
                    mb->first + mb->count, mb->batch, s->batch);
     if (mb->probing != (s->is_probing && !s->is_checked) || mb->step != s->step ||

@@ -1,0 +1,141 @@
+/* Owns the tests of programs that end while they are checked: what is said of it.
+ * Must not know more of the library than its public headers say. */
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <criterion/criterion.h>
+
+#include "check_common.h"
+
+#define MIB(n) ((size_t)(n) << 20)
+#define BATCH 12
+
+enum way { KEEPS_A_POINTER, ABORTS_AFTER_AN_OOM, EXITS_AFTER_AN_OOM, NONE };
+
+struct trainer {
+    struct check_run run;
+    rebatch_device *device;
+    enum way way;
+    float *kept;
+    double sum;
+};
+
+static rebatch_status zero_grad(void *user)
+{
+    struct trainer *t = user;
+    t->sum = 0;
+    return rebatch_pool_trim(rebatch_get_pool(t->run.rb), 0, NULL); /* cached memory is gone */
+}
+
+/* An allocation, and one of a fixed size. */
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    float *inputs, *fixed;
+    rebatch_status status = REBATCH_OK;
+    if (t->way != KEEPS_A_POINTER || !t->kept)
+        status = check_alloc(&t->kept, mb, MIB(2));
+    inputs = t->kept;
+    if (!status)
+        status = check_alloc(&fixed, mb, 4096);
+    if (status && t->way == ABORTS_AFTER_AN_OOM)
+        abort();
+    if (status && t->way == EXITS_AFTER_AN_OOM)
+        exit(1);
+    if (status)
+        return status;
+    rebatch_mutating(t->run.rb);
+    for (size_t i = 0; i < mb->count; i++) {
+        inputs[i] = check_input(mb->first + i, 0);
+        t->sum += (double)inputs[i] / (double)mb->batch;
+    }
+    return REBATCH_OK;
+}
+
+static void check(enum way way)
+{
+    static struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    options.log_level = REBATCH_LOG_QUIET;
+    t = (struct trainer){.way = way};
+    cr_assert_eq(rebatch_device_open_host(&t.device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t.run.rb, t.device, &options), REBATCH_OK);
+    cr_assert_eq(
+        rebatch_watch(t.run.rb, "sum", &t.sum, sizeof t.sum, REBATCH_GUARD_HOST, REBATCH_F64),
+        REBATCH_OK);
+    (void)!rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, NULL);
+    rebatch_close(t.run.rb);
+    rebatch_device_close(t.device);
+}
+
+/* What it says on standard error, and its status. */
+static int end_of(enum way way, char *text, size_t size)
+{
+    int ends[2], status;
+    cr_assert_eq(pipe(ends), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        (void)dup2(ends[1], STDERR_FILENO);
+        for (int number = 1; number < 16; number++)
+            (void)signal(number, SIG_DFL); /* the test's own handlers */
+        check(way);
+        _exit(0);
+    }
+    (void)close(ends[1]);
+    size_t length = 0;
+    for (ssize_t got;
+         length + 1 < size && (got = read(ends[0], text + length, size - length - 1)) > 0;)
+        length += (size_t)got;
+    text[length] = '\0';
+    (void)close(ends[0]);
+    cr_assert_eq(waitpid(child, &status, 0), child);
+    return status;
+}
+
+Test(check_ending, a_program_that_ends_says_which_request_it_did_not_survive)
+{
+    char text[4096];
+    int status = end_of(ABORTS_AFTER_AN_OOM, text, sizeof text);
+    cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "%d: %s", status, text);
+    cr_expect_str_eq(text,
+                     "rebatch: the program ended by signal 6 (Aborted) in forward_backward of "
+                     "samples 0-11, after allocation 1 (2.00 MiB) of forward_backward of "
+                     "samples 0-11 had failed on purpose\n");
+    status = end_of(EXITS_AFTER_AN_OOM, text, sizeof text);
+    cr_expect(WIFEXITED(status) && WEXITSTATUS(status) == 1, "%d: %s", status, text);
+    cr_expect(
+        strstr(text,
+               "the program ended by a call of exit in forward_backward of samples 0-11, after "
+               "allocation 1 (2.00 MiB) of"),
+        "%s", text);
+    status = end_of(NONE, text, sizeof text);
+    cr_expect(WIFEXITED(status) && WEXITSTATUS(status) == 0 && !text[0], "%d: %s", status, text);
+}
+
+Test(check_ending, a_fault_in_memory_that_was_taken_back_names_its_allocation)
+{
+    char text[4096];
+    const int status = end_of(KEEPS_A_POINTER, text, sizeof text);
+    cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "%d: %s", status, text);
+    cr_expect(strstr(text, " is in the memory of allocation 1 (2.00 MiB) of forward_backward of "
+                           "samples 0-11, which was taken back: its pointer is kept"),
+              "%s", text);
+}
+
+static void own_handler(int number)
+{
+    (void)number;
+}
+
+Test(check_ending, handlers_of_the_program_are_as_they_were)
+{
+    struct sigaction own = {.sa_handler = own_handler}, after;
+    cr_assert_eq(sigaction(SIGSEGV, &own, NULL), 0);
+    check(NONE);
+    cr_assert_eq(sigaction(SIGSEGV, NULL, &after), 0);
+    cr_expect_eq(after.sa_handler, own_handler);
+}
