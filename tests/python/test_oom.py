@@ -27,6 +27,14 @@ OOMS = (
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
         "allocate memory: you tried to allocate 8000000000000 bytes."
     ),
+    RuntimeError(
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, '
+        "please report a bug to PyTorch. "
+    ),
+    RuntimeError(
+        "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+        '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":963, please report a bug to PyTorch. '
+    ),
 )
 
 OTHERS = (
@@ -36,6 +44,11 @@ OTHERS = (
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    RuntimeError(
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/PeerToPeerAccess.cpp":87, '
+        "please report a bug to PyTorch. "
+    ),
+    RuntimeError('false INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131'),
     ValueError("CUDA out of memory."),
     MemoryError(),
     KeyboardInterrupt(),

@@ -3,6 +3,7 @@
 install() cannot be undone: test_install.py runs this file in a process of its own.
 """
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -141,9 +142,23 @@ def test_observers_are_told_of_an_oom():
     assert (device, size, total) == (torch.cuda.current_device(), 128 * MIB, 64 * MIB)
 
 
-def test_a_request_of_exabytes_is_an_oom():
-    with pytest.raises(torch.OutOfMemoryError):
+def test_a_request_of_exabytes_is_an_oom_in_pytorchs_words():
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         tensor(1 << 61)
+    assert "CUDA out of memory. Tried to allocate more than 1EB memory." in str(caught.value)
+
+
+def test_memory_history_has_the_oom():
+    rebatch.install("64MiB")
+    torch.cuda.memory._record_memory_history()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor(128 * MIB)
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    sizes = [e["size"] for trace in traces for e in trace if e["action"] == "oom"]
+    assert sizes == [128 * MIB]
 
 
 def test_the_native_allocator_takes_what_the_pool_caches(standin):
@@ -180,6 +195,90 @@ def test_the_memory_fraction_is_a_limit():
     torch.cuda.set_per_process_memory_fraction(1.0)
     x = tensor(total // 50)
     del x
+
+
+def fits(size, pool=None):
+    """Whether there is memory for a tensor: of a MemPool, or of none."""
+    try:
+        with torch.cuda.use_mem_pool(pool) if pool else contextlib.nullcontext():
+            tensor(size)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def allow(size):
+    """Let the memory fraction be `size` above what is held."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+
+@pytest.mark.parametrize("set_limit", [allow, lambda size: rebatch.install(size)])
+def test_pool_and_mempool_have_one_limit(set_limit):
+    set_limit(96 * MIB)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        x = tensor(40 * MIB)
+    assert not fits(60 * MIB)
+    y = tensor(40 * MIB)
+    assert not fits(20 * MIB, pool)
+    del y  # the pool caches it, and gives it up
+    with torch.cuda.use_mem_pool(pool):
+        y = tensor(40 * MIB)
+    assert not fits(20 * MIB) and not fits(20 * MIB, pool)
+    del x, y, pool  # the native allocator caches them, and gives them up
+    assert fits(90 * MIB)
+
+
+def test_a_graphs_memory_counts_towards_the_limit():
+    rebatch.install(torch.cuda.memory_reserved() + 96 * MIB)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tensor(60 * MIB)
+    assert not fits(60 * MIB)
+    del y, graph
+    assert fits(60 * MIB)
+
+
+def test_a_limit_that_is_lifted_holds_for_neither():
+    rebatch.install(32 * MIB)
+    pool = torch.cuda.MemPool()
+    assert not fits(60 * MIB) and not fits(60 * MIB, pool)
+    rebatch.install(0)
+    assert fits(60 * MIB) and fits(60 * MIB, pool)
+    del pool
+
+
+def test_a_mempool_with_use_on_oom_serves_when_memory_is_short():
+    allow(80 * MIB)
+    keep, use = torch.cuda.MemPool(), torch.cuda.MemPool(use_on_oom=True)
+    with torch.cuda.use_mem_pool(keep):
+        a = tensor(40 * MIB)
+    with torch.cuda.use_mem_pool(use):
+        b = tensor(40 * MIB)
+    address, ooms = b.data_ptr(), torch.cuda.memory_stats()["num_ooms"]
+    assert not fits(30 * MIB)
+    del a, b
+    c = tensor(30 * MIB)
+    assert c.data_ptr() == address
+    assert torch.cuda.memory_stats()["num_ooms"] == ooms + 1
+    assert not fits(30 * MIB)  # of `keep`, which has 40
+    c.record_stream(torch.cuda.Stream())
+    allocated = torch.cuda.memory_allocated()
+    del c
+    torch.cuda.synchronize()
+    assert fits(30 * MIB)
+    assert torch.cuda.memory_allocated() == allocated - 30 * MIB
+    del keep, use
+
+
+def test_an_oom_lets_mempools_grow_afterwards():
+    rebatch.install(64 * MIB)
+    assert not fits(100 * MIB)
+    pool = torch.cuda.MemPool()
+    assert fits(40 * MIB, pool)
+    del pool
 
 
 def test_a_second_install_changes_the_limit():
@@ -302,7 +401,9 @@ def test_the_cache_can_be_turned_off():
     torch.cuda.caching_allocator_enable(False)
     try:
         x = tensor(MIB)
+        address = torch.cuda.caching_allocator_alloc(MIB)
         assert rebatch.stats()["allocations"] == allocations
+        torch.cuda.caching_allocator_delete(address)
         del x
     finally:
         torch.cuda.caching_allocator_enable(True)
@@ -334,6 +435,22 @@ def test_pytorchs_snapshot_has_the_pools_blocks():
     active = sum(b["size"] for b in blocks if b["state"] == "active_allocated")
     assert active == torch.cuda.memory_allocated()
     del x
+
+
+def test_pytorchs_snapshot_and_statistics_agree():
+    x, y = tensor(6 * MIB), tensor(1000)
+    segments = torch.cuda.memory_snapshot()
+    stats = torch.cuda.memory_stats()
+    for part, sizes in (
+        ("all", segments),
+        ("large_pool", [s for s in segments if s["segment_type"] == "large"]),
+        ("small_pool", [s for s in segments if s["segment_type"] == "small"]),
+    ):
+        assert stats[f"allocated_bytes.{part}.current"] == sum(s["allocated_size"] for s in sizes)
+        assert stats[f"active_bytes.{part}.current"] == sum(s["active_size"] for s in sizes)
+        blocks = [b["state"] for s in sizes for b in s["blocks"]]
+        assert stats[f"allocation.{part}.current"] == blocks.count("active_allocated")
+    del x, y
 
 
 def test_rebatchs_snapshot_has_tags():

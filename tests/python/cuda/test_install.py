@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from conftest import ALLOC_CONF, SUMS_ON_HOST, complaints
+from conftest import ALLOC_CONF, IS_OLD, SUMS_ON_HOST, complaints
 
 from rebatch.torch.allocator import front_library
 from rebatch.torch.allocator import front_build
@@ -122,7 +122,7 @@ def test_options_can_change_until_the_first_allocation():
     assert child(script) == "oom\n"
 
 
-# ---- the limit of the environment ----
+# ---- what was set before install() ----
 
 LARGEST = (
     "def fits(mib):\n"
@@ -132,6 +132,126 @@ LARGEST = (
     "        return False\n"
     "    return True\n"
 )
+
+
+@pytest.mark.parametrize("late", ["", "rebatch.install()\n"], ids=["before", "after"])
+def test_a_memory_fraction_that_is_set_before_the_first_allocation_holds(late):
+    script = (
+        "torch.cuda.init()\n"
+        + late
+        + "torch.cuda.set_per_process_memory_fraction(0.1)\n"
+        + ("" if late else "rebatch.install()\n")
+        + "def holds(): print(fits(150), round(torch.cuda.get_per_process_memory_fraction(), 4))\n"
+        "holds()\n"
+        "rebatch.install(0)\n"
+        "holds()\n"
+        "torch.cuda.set_per_process_memory_fraction(1.0)\n"
+        "holds()\n"
+    )
+    said = child(LARGEST + script, STANDIN_MEMORY=str(GIB))
+    assert said == "False 0.1\nFalse 0.1\nTrue 1.0\n"
+
+
+@pytest.mark.skipif(IS_OLD, reason="PyTorch 2.10 and newer have the setting")
+def test_the_memory_fraction_of_the_environment_holds():
+    script = (
+        "rebatch.install()\n"
+        "print(fits(150), round(torch.cuda.get_per_process_memory_fraction(), 4), fits(80))\n"
+    )
+    conf = {ALLOC_CONF: "per_process_memory_fraction:0.1"}
+    assert child(LARGEST + script, STANDIN_MEMORY=str(GIB), **conf) == "False 0.1 True\n"
+
+
+def test_what_existed_before_counts_towards_the_limit():
+    script = (
+        "keep = tensor(40 * MIB)\n"
+        "rebatch.install('128MiB')\n"
+        "print(fits(100), fits(80))\n"
+        "del keep\n"
+        "print(fits(100))\n"
+    )
+    assert child(LARGEST + script) == "False True\nTrue\n"
+
+
+def test_observers_of_ooms_that_were_attached_before_are_told_once():
+    script = (
+        "torch.cuda.init()\n"
+        "told = []\n"
+        "torch._C._cuda_attach_out_of_memory_observer(lambda *each: told.append(each[:2]))\n"
+        "rebatch.install('64MiB')\n"
+        "print(fits(100), told)\n"
+    )
+    assert child(LARGEST + script) == f"False [(0, {100 << 20})]\n"
+
+
+def test_an_observer_may_run_out_of_memory_itself():
+    script = (
+        "rebatch.install('64MiB')\n"
+        "told = []\n"
+        "def observe(device, size, *_):\n"
+        "    told.append(size // MIB)\n"
+        "    assert size > 200 * MIB or not fits(300)\n"
+        "torch._C._cuda_attach_out_of_memory_observer(observe)\n"
+        "try: tensor(100 * MIB)\n"
+        "except torch.OutOfMemoryError as error: print(str(error)[:52], told)\n"
+    )
+    expected = "CUDA out of memory. Tried to allocate 100.00 MiB. GP [100, 300]\n"
+    assert child(LARGEST + script) == expected
+
+
+def test_caching_that_was_turned_off_before_stays_off():
+    script = (
+        "torch.cuda.init()\n"
+        "torch.cuda.caching_allocator_enable(False)\n"
+        "rebatch.install()\n"
+        "x = tensor(MIB)\n"
+        "print(rebatch.stats()['allocations'])\n"
+        "torch.cuda.caching_allocator_enable(True)\n"
+        "x = tensor(MIB)\n"
+        "print(rebatch.stats()['allocations'])\n"
+    )
+    assert child(script) == "0\n1\n"
+
+
+@pytest.mark.parametrize(
+    "conf, divisions, named",
+    [
+        ("roundup_power2_divisions:4", 4, ""),
+        ("roundup_power2_divisions:1", 0, ""),
+        ("roundup_power2_divisions:[256:1,>:8]", 0, "roundup_power2_divisions"),
+        ("expandable_segments:True,pinned_num_register_threads:2", 0, ""),
+        (
+            "max_split_size_mb:64, garbage_collection_threshold:0.8,roundup_power2_divisions:8",
+            8,
+            "max_split_size_mb, garbage_collection_threshold",
+        ),
+    ],
+)
+def test_allocator_settings_reach_the_pool_or_are_named(conf, divisions, named):
+    script = (
+        "rebatch.install()\n"
+        "rebatch.install()\n"
+        "x = tensor(5 * MIB + MIB // 8)\n"
+        "print(torch.cuda.memory_allocated() * 8 // MIB)\n"
+    )
+    result = run(script, **{ALLOC_CONF: conf})
+    step = {0: 1, 4: 8, 8: 4}[divisions]  # of 4 to 8 MiB, in eighths of a MiB
+    assert result.stdout == f"{-(-41 // step) * step}\n", result.stderr
+    said = complaints(result.stderr)
+    expected = f"do not reach rebatch's pool: {named}; they hold for CUDA graphs and MemPools"
+    assert said.count("do not reach") == (1 if named else 0) and (not named or expected in said)
+
+
+def test_an_argument_goes_before_the_setting():
+    script = (
+        "rebatch.install(rounding_divisions=8)\n"
+        "x = tensor(5 * MIB + MIB // 8)\n"
+        "print(torch.cuda.memory_allocated() * 8 // MIB)\n"
+    )
+    assert child(script, **{ALLOC_CONF: "roundup_power2_divisions:4"}) == "44\n"
+
+
+# ---- the limit of the environment ----
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -34,13 +35,18 @@ namespace
 {
 using c10::cuda::CUDAStream;
 
+// From here on PyTorch has a message of its own.
+constexpr size_t EXABYTE = size_t(1) << 60;
+
 // Memory of the pools and of the native allocator.
 void delete_any(void *pointer);
 
 class Front final : public Forward
 {
   public:
-    using Forward::Forward;
+    explicit Front(native::CUDAAllocator *inner) : Forward(inner), enabled_(inner->isEnabled())
+    {
+    }
 
     c10::DataPtr allocate(size_t bytes) override
     {
@@ -53,8 +59,9 @@ class Front final : public Forward
             void *const pointer = get_native(bytes, device, stream);
             return {pointer, pointer, &delete_any, where};
         }
-        void *const pointer = get(bytes, device, stream);
-        return {pointer, pointer, deleters[static_cast<size_t>(device)], where};
+        c10::DeleterFnPtr deleter = deleters[static_cast<size_t>(device)];
+        void *const pointer = get(bytes, device, stream, &deleter);
+        return {pointer, pointer, deleter, where};
     }
 
     c10::DeleterFnPtr raw_deleter() const override
@@ -89,19 +96,20 @@ class Front final : public Forward
         enabled_ = value;
     }
 
-    // The same fraction limits the pool and the native allocator.
+    // Until there is a pool the native allocator keeps the fraction.
     double getMemoryFraction(DeviceIndex device) override
     {
-        return is_slot(device) ? slots[device].fraction.load() : inner_->getMemoryFraction(device);
+        return find_pool(device) ? slots[device].fraction.load()
+                                 : inner_->getMemoryFraction(device);
     }
     void setMemoryFraction(double fraction, DeviceIndex device) override
     {
-        rebatch_pool *const pool = need_pool(device);
         inner_->setMemoryFraction(fraction, device);
-        std::lock_guard<std::mutex> hold(slots_lock);
+        if (!find_pool(device))
+            return;
         slots[device].fraction = fraction;
-        TORCH_CHECK(rebatch_pool_set_limit(pool, limit_of(slots[device])) == REBATCH_OK,
-                    "rebatch: ", rebatch_last_error());
+        slots[device].native_limit = SIZE_MAX;
+        TORCH_CHECK(limit_pool(device) == REBATCH_OK, "rebatch: ", rebatch_last_error());
     }
 
     void emptyCache(MempoolId_t id = {0, 0}) override
@@ -110,6 +118,8 @@ class Front final : public Forward
             for (Slot &slot : slots)
                 (void)trim(slot);
         inner_->emptyCache(id);
+        for (int device = 0; device < MOST_DEVICES; device++)
+            (void)limit_pool(device);
     }
 
     // How large a workspace a library may try.
@@ -170,7 +180,7 @@ class Front final : public Forward
         std::lock_guard<std::mutex> hold(slots_lock);
         Slot &slot = slots[device];
         (void)rebatch_pool_get_stats(&slot.since, pool);
-        slot.ooms_since = slot.ooms;
+        slot.ooms = 0;
         slot.trims_since = slot.trims;
     }
     void resetPeakStats(DeviceIndex device) override
@@ -256,13 +266,15 @@ class Front final : public Forward
     {
         C10_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice));
     }
+    // The native allocator tells them, also those that were attached before (ask_native).
     void attachOutOfMemoryObserver(native::OutOfMemoryObserver observer) override
     {
-        {
-            std::lock_guard<std::mutex> hold(observers_lock_);
-            observers_.push_back(observer);
-        }
-        inner_->attachOutOfMemoryObserver(std::move(observer));
+        inner_->attachOutOfMemoryObserver(
+            [told = std::move(observer)](int64_t device, size_t bytes, size_t total, size_t free) {
+                if (find_pool(static_cast<int>(device)))
+                    total = std::min(limit_of(slots[device]), slots[device].total_bytes);
+                told(device, bytes, total, free);
+            });
     }
 
     // While a graph is captured, a wait for the GPU would end that.
@@ -275,17 +287,32 @@ class Front final : public Forward
                             [](const Route &route) { return is_capturing(route.stream); });
     }
 
-    // Frees what the native allocator caches on a GPU: returns the bytes.
+    // The memory fraction that was set for the native allocator before there was a pool.
+    double native_fraction(DeviceIndex device)
+    {
+        return inner_->initialized() ? inner_->getMemoryFraction(device) : 1.0;
+    }
+
+    // What the native allocator holds, or of that what is in use.
+    size_t inner_bytes(DeviceIndex device, StatArray DeviceStats::*what)
+    {
+        return inner_->initialized() ? size_t((inner_->getDeviceStats(device).*what)[0].current)
+                                     : 0;
+    }
+    size_t reserved_bytes(DeviceIndex device)
+    {
+        return inner_bytes(device, &DeviceStats::reserved_bytes);
+    }
+
+    // Frees what the native allocator caches on a GPU. Returns how much more the pool may have.
     size_t release_cache(DeviceIndex device)
     {
+        const size_t before = reserved_bytes(device), limit_before = slots[device].pool_limit;
         // While a graph is captured the native allocator must not free.
-        if (route_count_.load() != 0 || !inner_->initialized())
-            return 0;
-        const int64_t before = cached_bytes(device);
-        if (before <= 0)
-            return 0;
-        inner_->emptyCache({0, 0});
-        return size_t(std::max<int64_t>(before - cached_bytes(device), 0));
+        if (before > inner_bytes(device, &DeviceStats::allocated_bytes) && route_count_ == 0)
+            inner_->emptyCache({0, 0});
+        (void)limit_pool(device);
+        return less(before, reserved_bytes(device)) + less(slots[device].pool_limit, limit_before);
     }
 
   private:
@@ -295,12 +322,6 @@ class Front final : public Forward
         std::function<bool(cudaStream_t)> takes;
         cudaStream_t stream; // that a graph is captured on, if one is
     };
-
-    int64_t cached_bytes(DeviceIndex device)
-    {
-        const DeviceStats stats = inner_->getDeviceStats(device);
-        return stats.reserved_bytes[0].current - stats.allocated_bytes[0].current;
-    }
 
     bool is_routed(DeviceIndex device, cudaStream_t stream)
     {
@@ -318,23 +339,27 @@ class Front final : public Forward
 
     void *get_any(size_t bytes, DeviceIndex device, cudaStream_t stream)
     {
-        return is_routed(device, stream) ? get_native(bytes, device, stream)
-                                         : get(bytes, device, stream);
+        if (!enabled_)
+            return inner_->raw_alloc_with_stream(bytes, stream);
+        if (is_routed(device, stream))
+            return get_native(bytes, device, stream);
+        c10::DeleterFnPtr deleter = nullptr;
+        return get(bytes, device, stream, &deleter);
     }
 
-    void *get(size_t bytes, DeviceIndex device, cudaStream_t stream)
+    // Sets the deleter where the memory is not the pool's.
+    void *get(size_t bytes, DeviceIndex device, cudaStream_t stream, c10::DeleterFnPtr *deleter)
     {
-        rebatch_pool *const pool = pool_of(device);
-        const rebatch_tag tag =
-            slots[device].tags[size_t(current_tag())].load(std::memory_order_relaxed);
         void *pointer;
         if (C10_UNLIKELY(route_count_.load(std::memory_order_relaxed) != 0)) {
             // The pool's calls to the driver do not end a capture.
             c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
-            pointer = get_from(pool, bytes, device, stream, tag);
+            pointer = get_from_pool(bytes, device, stream, deleter);
         } else {
-            pointer = get_from(pool, bytes, device, stream, tag);
+            pointer = get_from_pool(bytes, device, stream, deleter);
         }
+        if (C10_UNLIKELY(*deleter == &delete_any))
+            return pointer;
         if (const auto *const trace = c10::impl::GPUTrace::get_trace();
             C10_UNLIKELY(trace != nullptr) && pointer)
             (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
@@ -343,15 +368,19 @@ class Front final : public Forward
         return pointer;
     }
 
-    void *get_from(rebatch_pool *pool, size_t bytes, DeviceIndex device, cudaStream_t stream,
-                   rebatch_tag tag)
+    void *get_from_pool(size_t bytes, DeviceIndex device, cudaStream_t stream,
+                        c10::DeleterFnPtr *deleter)
     {
+        rebatch_pool *const pool = pool_of(device);
+        const rebatch_tag tag =
+            slots[device].tags[size_t(current_tag())].load(std::memory_order_relaxed);
         void *pointer;
         const rebatch_status status = rebatch_pool_alloc(
             &pointer, pool, bytes, reinterpret_cast<rebatch_stream>(stream), tag);
         if (C10_LIKELY(status == REBATCH_OK))
             return pointer;
-        fail(status, bytes, device, pool);
+        *deleter = &delete_any;
+        return get_after_oom(status, bytes, device, stream);
     }
 
     C10_NOINLINE void tell_profiler_of(DeviceIndex device, void *pointer)
@@ -364,38 +393,71 @@ class Front final : public Forward
     // The native allocator cannot use what the pool caches.
     C10_NOINLINE void *get_native(size_t bytes, DeviceIndex device, cudaStream_t stream)
     {
+        c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
+        try {
+            return get_limited(bytes, device, stream);
+        } catch (const c10::OutOfMemoryError &) {
+            if (trim(slots[device]) == 0)
+                throw;
+        }
+        return get_limited(bytes, device, stream);
+    }
+
+    void *get_limited(size_t bytes, DeviceIndex device, cudaStream_t stream)
+    {
+        rebatch_pool_stats pool;
+        (void)rebatch_pool_get_stats(&pool, pool_of(device));
+        const size_t limit = limit_of(slots[device]);
+        limit_native(device, limit == SIZE_MAX
+                                 ? limit
+                                 : less(limit, pool.reserved_bytes - pool.overflow_bytes));
+        void *const pointer = inner_->raw_alloc_with_stream(bytes, stream);
+        (void)limit_pool(device);
+        return pointer;
+    }
+
+    // SIZE_MAX: no limit.
+    void limit_native(DeviceIndex device, size_t bytes)
+    {
+        Slot &slot = slots[device];
+        if (slot.native_limit.exchange(bytes) == bytes)
+            return;
+        // It rounds the product down.
+        const double fraction = (double(bytes) + 0.5) / double(slot.total_bytes);
+        inner_->setMemoryFraction(std::min(fraction, 1.0), device);
+    }
+
+    // The pool has no memory. NULL is never returned.
+    C10_NOINLINE void *get_after_oom(rebatch_status status, size_t bytes, DeviceIndex device,
+                                     cudaStream_t stream)
+    {
+        if (bytes >= EXABYTE)
+            (void)inner_->allocate(bytes); // throws
+        TORCH_CHECK(status == REBATCH_OOM, "rebatch: ", rebatch_last_error());
+        rebatch_oom_report oom;
+        (void)rebatch_pool_last_oom(&oom, find_pool(device));
+        if (void *const pointer = ask_native(bytes, device, stream))
+            return pointer;
+        C10_THROW_ERROR(OutOfMemoryError, oom_text(device, bytes, oom, limit_of(slots[device]),
+                                                   inner_->getDeviceStats(device)));
+    }
+
+    // A MemPool with use_on_oom may serve. Where none does, the native allocator counts the OOM and
+    // tells the observers, the profiler and its history of it. It must not grow.
+    void *ask_native(size_t bytes, DeviceIndex device, cudaStream_t stream)
+    {
+        c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
+        limit_native(device, reserved_bytes(device));
         try {
             return inner_->raw_alloc_with_stream(bytes, stream);
         } catch (const c10::OutOfMemoryError &) {
-            c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
-            if (!is_slot(device) || trim(slots[device]) == 0)
+        } catch (const c10::Error &error) {
+            // On MIG and Jetson, PyTorch 2.8 to 2.13 fail to write the message, before they count.
+            if (!strstr(error.what_without_backtrace(), "NVML_SUCCESS =="))
                 throw;
+            slots[device].ooms++;
         }
-        return inner_->raw_alloc_with_stream(bytes, stream);
-    }
-
-    [[noreturn]] C10_NOINLINE void fail(rebatch_status status, size_t bytes, DeviceIndex device,
-                                        rebatch_pool *pool)
-    {
-        TORCH_CHECK(status == REBATCH_OOM, "rebatch: ", rebatch_last_error());
-        rebatch_oom_report oom;
-        rebatch_pool_stats stats;
-        (void)rebatch_pool_last_oom(&oom, pool);
-        (void)rebatch_pool_get_stats(&stats, pool);
-        slots[device].ooms++;
-        const std::string text = oom_text(device, bytes, oom, inner_->getDeviceStats(device));
-        c10::reportOutOfMemoryToProfiler(static_cast<int64_t>(bytes), stats.live_bytes,
-                                         stats.reserved_bytes,
-                                         c10::Device(c10::DeviceType::CUDA, device));
-        std::vector<native::OutOfMemoryObserver> observers;
-        {
-            std::lock_guard<std::mutex> hold(observers_lock_);
-            observers = observers_;
-        }
-        for (const auto &observer : observers)
-            observer(device, bytes, std::min(oom.limit_bytes, oom.device_total_bytes),
-                     oom.device_free_bytes);
-        C10_THROW_ERROR(OutOfMemoryError, text);
+        return nullptr;
     }
 
     // The GPU of the pool in which the block begins; -1: none.
@@ -437,12 +499,10 @@ class Front final : public Forward
         return info;
     }
 
-    std::atomic<bool> enabled_{true};
+    std::atomic<bool> enabled_;
     std::mutex routes_lock_;
     std::vector<Route> routes_; // to the native allocator
     std::atomic<int> route_count_{0};
-    std::mutex observers_lock_;
-    std::vector<native::OutOfMemoryObserver> observers_;
 };
 
 Front *front;
@@ -457,6 +517,16 @@ try {
 bool may_wait_for_gpu(void *)
 {
     return front->may_wait();
+}
+
+size_t native_bytes(int device)
+{
+    return front->reserved_bytes(static_cast<DeviceIndex>(device));
+}
+
+double native_fraction(int device)
+{
+    return front->native_fraction(static_cast<DeviceIndex>(device));
 }
 
 // A pressure callback of the pool.
@@ -506,20 +576,15 @@ FRONT_API int rebatch_torch_is_installed(void)
 // Change the limit of all pools, of those too that are opened later. 0 and 0: no limit.
 FRONT_API rebatch_status rebatch_torch_set_limit(size_t limit_bytes, uint32_t limit_permille)
 {
-    std::lock_guard<std::mutex> hold(slots_lock);
-    const rebatch_pool_options before = options;
-    options.limit_bytes = limit_bytes;
-    options.limit_permille = limit_permille;
-    for (Slot &slot : slots) {
-        if (!slot.pool.load())
-            continue;
-        const rebatch_status status = rebatch_pool_set_limit(slot.pool.load(), limit_of(slot));
-        if (status != REBATCH_OK) {
-            options = before;
-            return status;
-        }
+    {
+        std::lock_guard<std::mutex> hold(slots_lock);
+        options.limit_bytes = limit_bytes;
+        options.limit_permille = limit_permille;
     }
-    return REBATCH_OK;
+    rebatch_status status = REBATCH_OK;
+    for (int device = 0; status == REBATCH_OK && device < MOST_DEVICES; device++)
+        status = limit_pool(device);
+    return status;
 }
 
 // The number of GPUs that have a pool.

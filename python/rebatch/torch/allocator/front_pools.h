@@ -1,5 +1,8 @@
 // The pool of each GPU: how it is opened and limited, how its blocks are freed, and what is said of
-// it in PyTorch's words. Must not know which memory is a pool's and which the native allocator's.
+// it in PyTorch's words. Must not know which of the two allocators is asked.
+//
+// One limit holds for both. The native allocator is told what the pool leaves of it before it
+// allocates, and the pool what the native allocator leaves of it after that, and under pressure.
 #ifndef REBATCH_FRONT_POOLS_H
 #define REBATCH_FRONT_POOLS_H
 
@@ -23,6 +26,7 @@ namespace
 {
 namespace native = c10::cuda::CUDACachingAllocator;
 using c10::DeviceIndex;
+using c10::CachingAllocator::StatArray;
 using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr int MOST_DEVICES = 64;
@@ -34,11 +38,13 @@ struct Slot {
     rebatch_device *device = nullptr;
     size_t total_bytes = 0;
     std::atomic<double> fraction{1.0}; // set_per_process_memory_fraction()
+    // What each may hold, as it was last told. SIZE_MAX: any; 0: it was not told.
+    std::atomic<size_t> pool_limit{0}, native_limit{SIZE_MAX};
     std::array<std::atomic<rebatch_tag>, MOST_TAGS> tags{};
-    std::atomic<int64_t> ooms{0};  // raised to the program
+    std::atomic<int64_t> ooms{0};  // that the native allocator has not counted
     std::atomic<int64_t> trims{0}; // by empty_cache() and for the native allocator
     rebatch_pool_stats since{};    // the totals when they were last reset
-    int64_t ooms_since = 0, trims_since = 0;
+    int64_t trims_since = 0;
 };
 
 Slot slots[MOST_DEVICES];
@@ -46,7 +52,13 @@ std::mutex slots_lock; // opening, limits, and totals that were reset
 rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
 std::atomic<uint64_t> refused_frees{0};
 
-// The limit in bytes: the lowest of limit_bytes, limit_permille and the memory fraction. 0: none.
+size_t less(size_t bytes, size_t taken)
+{
+    return bytes > taken ? bytes - taken : 0;
+}
+
+// The limit in bytes: the lowest of limit_bytes, limit_permille and the memory fraction.
+// SIZE_MAX: none.
 size_t limit_of(const Slot &slot)
 {
     size_t limit = SIZE_MAX;
@@ -57,7 +69,30 @@ size_t limit_of(const Slot &slot)
     const double fraction = slot.fraction.load();
     if (fraction < 1.0)
         limit = std::min(limit, static_cast<size_t>(fraction * double(slot.total_bytes)));
-    return limit == SIZE_MAX ? 0 : std::max<size_t>(limit, 1);
+    return limit;
+}
+
+// What the native allocator holds, and the memory fraction that was set for it; of front.cpp.
+size_t native_bytes(int device);
+double native_fraction(int device);
+
+// Lets the pool have what the native allocator leaves of the limit. With slots_lock held.
+rebatch_status limit_locked(Slot &slot, int device)
+{
+    const size_t limit = limit_of(slot);
+    const size_t left =
+        limit == SIZE_MAX ? SIZE_MAX : std::max<size_t>(less(limit, native_bytes(device)), 1);
+    if (left == slot.pool_limit)
+        return REBATCH_OK;
+    slot.pool_limit = left;
+    return rebatch_pool_set_limit(slot.pool.load(), left == SIZE_MAX ? 0 : left);
+}
+
+// The same; nothing where there is no pool.
+rebatch_status limit_pool(int device)
+{
+    std::lock_guard<std::mutex> hold(slots_lock);
+    return slots[device].pool.load() ? limit_locked(slots[device], device) : REBATCH_OK;
 }
 
 // A pressure callback, of front.cpp.
@@ -88,9 +123,8 @@ rebatch_status open_locked(Slot &slot, int device)
     status = rebatch_device_memory(slot.device, &memory);
     if (status == REBATCH_OK) {
         slot.total_bytes = memory.total_bytes;
+        slot.fraction = native_fraction(device);
         rebatch_pool_options own = options;
-        own.limit_bytes = limit_of(slot);
-        own.limit_permille = 0;
         // PyTorch's rule: a program that reads a tensor on a side stream need not record_stream()
         // it, if the stream of the tensor waits for the side stream before it allocates again.
         own.reuse_after_device = REBATCH_ON;
@@ -108,7 +142,7 @@ rebatch_status open_locked(Slot &slot, int device)
     name_tags(slot, pool);
     slot.pool.store(pool, std::memory_order_release);
     name_tags(slot, pool); // and those that were named meanwhile
-    return REBATCH_OK;
+    return limit_locked(slot, device);
 }
 
 rebatch_status open_pool(rebatch_pool **out, int device)
@@ -224,7 +258,7 @@ std::string size_text(uint64_t bytes)
     return text;
 }
 
-std::string oom_text(int device, size_t bytes, const rebatch_oom_report &oom,
+std::string oom_text(int device, size_t bytes, const rebatch_oom_report &oom, size_t limit,
                      const DeviceStats &native_stats)
 {
     std::string text = "CUDA out of memory. Tried to allocate " + size_text(bytes) + ". GPU " +
@@ -232,8 +266,8 @@ std::string oom_text(int device, size_t bytes, const rebatch_oom_report &oom,
                        size_text(oom.device_total_bytes) + " of which " +
                        size_text(oom.device_free_bytes) + " is free. rebatch holds " +
                        size_text(oom.reserved_bytes);
-    if (oom.limit_bytes != UINT64_MAX)
-        text += " of its limit of " + size_text(oom.limit_bytes);
+    if (limit != SIZE_MAX)
+        text += " of its limit of " + size_text(limit);
     text += ", with " + size_text(oom.live_bytes) + " in use";
     for (uint32_t i = 0; i < oom.tag_count; i++)
         text += (i ? ", " : ": ") + std::string(oom.tags[i].name) + " " +
@@ -301,13 +335,16 @@ void add_segments(std::vector<native::SegmentInfo> &segments, DeviceIndex device
 
 // ---- statistics ----
 
-void add(c10::CachingAllocator::StatArray &to, uint64_t current, uint64_t peak, uint64_t allocated,
+constexpr auto AGGREGATE = size_t(c10::CachingAllocator::StatType::AGGREGATE);
+constexpr auto LARGE_POOL = size_t(c10::CachingAllocator::StatType::LARGE_POOL);
+
+void add(c10::CachingAllocator::Stat &to, uint64_t current, uint64_t peak, uint64_t allocated,
          uint64_t freed)
 {
-    to[0].current += int64_t(current);
-    to[0].peak += int64_t(peak);
-    to[0].allocated += int64_t(allocated);
-    to[0].freed += int64_t(freed);
+    to.current += int64_t(current);
+    to.peak += int64_t(peak);
+    to.allocated += int64_t(allocated);
+    to.freed += int64_t(freed);
 }
 
 void add_stats(DeviceStats &out, const Slot &slot, const rebatch_pool_stats &now)
@@ -318,13 +355,17 @@ void add_stats(DeviceStats &out, const Slot &slot, const rebatch_pool_stats &now
     const uint64_t frees = now.frees - since.frees;
     const uint64_t bytes = now.allocated_total_bytes - since.allocated_total_bytes;
     const uint64_t freed = now.freed_total_bytes - since.freed_total_bytes;
-    add(out.allocation, now.blocks, now.blocks_peak, calls, frees);
-    add(out.active, now.blocks, now.blocks_peak, calls, frees);
-    add(out.allocated_bytes, now.live_bytes, now.live_peak_bytes, bytes, freed);
-    add(out.active_bytes, now.live_bytes, now.live_peak_bytes, bytes, freed);
-    add(out.requested_bytes, now.requested_bytes, now.requested_bytes, bytes, freed);
-    add(out.reserved_bytes, now.reserved_bytes, now.reserved_peak_bytes, now.reserved_bytes, 0);
-    out.num_ooms += slot.ooms - slot.ooms_since;
+    // All of it counts as large, as in a snapshot.
+    for (size_t i : {AGGREGATE, LARGE_POOL}) {
+        add(out.allocation[i], now.blocks, now.blocks_peak, calls, frees);
+        add(out.active[i], now.blocks, now.blocks_peak, calls, frees);
+        add(out.allocated_bytes[i], now.live_bytes, now.live_peak_bytes, bytes, freed);
+        add(out.active_bytes[i], now.live_bytes, now.live_peak_bytes, bytes, freed);
+        add(out.requested_bytes[i], now.requested_bytes, now.requested_bytes, bytes, freed);
+        add(out.reserved_bytes[i], now.reserved_bytes, now.reserved_peak_bytes, now.reserved_bytes,
+            0);
+    }
+    out.num_ooms += slot.ooms;
     out.num_alloc_retries += int64_t(now.trims - since.trims) - (slot.trims - slot.trims_since);
     out.num_device_alloc += int64_t(now.device_allocations - since.device_allocations);
     out.num_device_free += int64_t(now.device_frees - since.device_frees);

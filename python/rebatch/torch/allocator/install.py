@@ -14,7 +14,7 @@ import torch
 
 from rebatch import _library
 from rebatch._user_code import user_stacklevel
-from rebatch.torch.allocator import front_library, phases
+from rebatch.torch.allocator import front_library, phases, settings
 from rebatch.torch.private import clear_cublas_workspaces, get_device_index, memory_fraction
 
 _front_library: Any = None  # once installed
@@ -36,18 +36,20 @@ def install(
     """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.
 
     It may be called at any time: tensors that exist stay where they are. Memory for CUDA graphs and
-    torch.cuda.MemPool stays with PyTorch's native allocator, and does not count towards the limit.
-    The first call on a machine compiles the allocator, which takes about five seconds; the result
-    is kept.
+    torch.cuda.MemPool stays with PyTorch's native allocator. The memory fraction, the observers of
+    OOMs and the switch of caching_allocator_enable() stay as they were set before. The first call
+    on a machine compiles the allocator, which takes about five seconds; the result is kept.
 
     Args:
-        limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%";
-            0: no limit. It is never more than the environment variable REBATCH_MEMORY_LIMIT says.
+        limit: the most memory that rebatch and PyTorch's native allocator may hold together on each
+            GPU, in bytes or as "22GiB" or "90%"; 0: no limit. It is never more than the environment
+            variable REBATCH_MEMORY_LIMIT or the memory fraction says.
         headroom: memory of each GPU, in bytes or as text, that stays free for libraries; 0: none.
         events: how many of the latest allocations and frees a snapshot has; default 0.
         replay: plan repeated phases when memory is short; default: on.
         rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0:
-            to 512 bytes only.
+            to 512 bytes only. Default: roundup_power2_divisions of PYTORCH_ALLOC_CONF, else 0.
+            Settings there that do not reach the pool are named in a warning.
 
     With the environment variable PYTORCH_NO_CUDA_MEMORY_CACHING, every call goes to the device, as
     in PyTorch.
@@ -65,7 +67,8 @@ def install(
     """
     global _front_library
     given = _members(limit, headroom, events, replay, rounding_divisions)
-    first = _pool_options(given)
+    first = {**_pytorchs_members(), **given}
+    options = _pool_options(first)
     with _install_lock:
         if _front_library is not None:
             _change(_front_library, given)
@@ -75,8 +78,9 @@ def install(
                 "rebatch: there is no GPU, so install() has no effect", stacklevel=user_stacklevel()
             )
             return
-        _front_library = _load_front(first)
-        _options.update(given)
+        _front_library = _load_front(options)
+        _options.update(first)
+        _warn_of_settings()
         phases.watch_optimizers(pool)
         # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
         # keep the whole segment that it lies in.
@@ -117,11 +121,30 @@ def _members(
         members["events"] = events
     if rounding_divisions is not None:
         members["rounding_divisions"] = rounding_divisions
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # for memory checkers
-        members["caching"] = _library.Toggle.OFF
     if replay is not None:
         members["replay"] = _library.Toggle.ON if replay else _library.Toggle.OFF
     return members
+
+
+def _pytorchs_members() -> dict[str, int]:
+    """The members of PoolOptions that PyTorch's environment variables set."""
+    members = {}
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # for memory checkers
+        members["caching"] = int(_library.Toggle.OFF)
+    divisions = settings.rounding_divisions(settings.read_settings())
+    if divisions is not None:
+        members["rounding_divisions"] = divisions
+    return members
+
+
+def _warn_of_settings() -> None:
+    names = settings.without_effect(settings.read_settings())
+    if names:
+        warnings.warn(
+            "rebatch: these settings of PyTorch's allocator do not reach rebatch's pool: "
+            f"{', '.join(names)}; they hold for CUDA graphs and MemPools",
+            stacklevel=user_stacklevel(),
+        )
 
 
 def _environment_limit() -> tuple[int, int]:

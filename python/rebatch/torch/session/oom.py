@@ -32,7 +32,12 @@ _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-_NCCL = re.compile(r"Cuda failure (\d+ )?'out of memory'")
+_PATTERNS = (
+    re.compile(r"Cuda failure (\d+ )?'out of memory'"),  # NCCL
+    # On MIG and Jetson PyTorch 2.8 to 2.13 fail while they write the message of an OOM: NVML does
+    # not list there what processes use. Nothing else in this file of PyTorch asks NVML.
+    re.compile(r'NVML_SUCCESS == .*INTERNAL ASSERT FAILED at ".*CUDACachingAllocator\.cpp"'),
+)
 
 # What libraries say when memory runs out, and when something else is wrong too: an OOM only where
 # an allocation has failed, or the device has no memory left.
@@ -82,7 +87,7 @@ def _is_oom_itself(error: BaseException, allocation_failed: bool) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if any(known in text for known in _TEXTS) or _NCCL.search(text):
+    if any(known in text for known in _TEXTS) or any(p.search(text) for p in _PATTERNS):
         return True
     is_ambiguous = any(known in text for known in _AMBIGUOUS)
     return is_ambiguous and (allocation_failed or _memory_is_short())
