@@ -251,12 +251,12 @@ $(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
 PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked wrapped session session-static names \
     libdeep.so libouter.so libinner.so libhook.so)
 # Trainers as people have them, before and after rebatch, over a stand-in for CUDA's runtime.
-WRAP_TESTS := $(foreach name,llm_fp32 llm_bf16,$(BUILD)/tests/wrap/$(name) $(BUILD)/tests/wrap/$(name)-before)
+WRAP_TESTS := $(foreach name,llm_fp32 llm_bf16 darknet,$(BUILD)/tests/wrap/$(name) $(BUILD)/tests/wrap/$(name)-before)
 WRAP_CC = $(Q)$(CXX) -std=c++17 -O2 -ffp-contract=off -fno-exceptions -fno-rtti -pthread -Wall -Wextra -Wshadow -Wno-unused-parameter \
     -Iinclude -Itests/wrap -isystem tests/cuda -o $@ $(filter %.cc %.o %.a,$^)
-$(BUILD)/tests/wrap/%-before: tests/wrap/%.cc tests/wrap/llm.h tests/cuda/cuda_runtime.h $(BUILD)/tests/wrap/runtime.o
+$(BUILD)/tests/wrap/%-before: tests/wrap/%.cc tests/wrap/llm.h tests/wrap/darknet.h tests/cuda/cuda_runtime.h tests/cuda/cudnn.h $(BUILD)/tests/wrap/runtime.o
 	$(WRAP_CC) -Wno-unused -ldl
-$(BUILD)/tests/wrap/%: tests/wrap/%.cc tests/wrap/llm.h tests/cuda/cuda_runtime.h $(BUILD)/tests/wrap/runtime.o $(PUBLIC_HEADERS) $(STATIC)
+$(BUILD)/tests/wrap/%: tests/wrap/%.cc tests/wrap/llm.h tests/wrap/darknet.h tests/cuda/cuda_runtime.h tests/cuda/cudnn.h $(BUILD)/tests/wrap/runtime.o $(PUBLIC_HEADERS) $(STATIC)
 	$(WRAP_CC) -DREBATCH -Wno-unused $(LIBS) -ldl
 PRELOAD_CC = @mkdir -p $(@D) && $(CC) -std=c17 -fPIC -pthread $(WARNINGS) $(CFLAGS) -Iinclude -o $@
 $(BUILD)/tests/preload/program: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h

@@ -67,7 +67,7 @@ struct rbi_guard {
     size_t bytes;
     rebatch_guard_kind kind;
     void *at_step;         /* copy from before zero_grad */
-    void *at_attempt;      /* copy from before the callback that runs */
+    void *at_attempt;      /* copy from before the callback that runs; of sums: at_step */
     void *before_callback; /* of host state: copy from before lighten or resize */
     void *before_pressure; /* of host state: copy from before a pressure callback */
 };
