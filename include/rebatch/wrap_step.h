@@ -205,12 +205,14 @@ template <class T> static inline cudaError_t rebatch_wrap_guard_sums(T *sums, si
 }
 
 #ifdef CURAND_VERSION
-/** A cuRAND generator whose place is guarded. cuRAND can go to a place in the sequence and does not
- *  tell where it is, so the program counts. */
+/** A generator of cuRAND's host API whose place in its sequence is guarded. cuRAND can go to a place
+ *  and does not tell where it is, so the program counts. The count is the place for Philox with
+ *  any distribution, and for XORWOW and MRG32K3A with curandGenerate() and curandGenerateUniform().
+ *  A program that draws other numbers of the latter two sets the offset itself where `train`
+ *  begins, by step and first sample, and needs no guard. */
 struct rebatch_wrap_generator {
-    curandGenerator_t
-        generator;            /**< XORWOW, MRG32K3A, Philox or quasirandom: of those with a place */
-    unsigned long long drawn; /**< numbers drawn: each call that generates n of them adds n */
+    curandGenerator_t generator; /**< borrowed until rebatch_wrap_close() */
+    unsigned long long drawn;    /**< numbers drawn from offset 0 on: a call for n adds n */
     /** @cond internal */
     unsigned long long kept[2];
 
@@ -231,16 +233,25 @@ struct rebatch_wrap_generator {
     /** @endcond */
 };
 
-/** Guards a generator: samples that run again draw the same numbers.
- *  @param state  borrowed until rebatch_wrap_close(); `drawn` as of now
- *  @return cudaSuccess, or the code of rebatch_guard_with()'s status */
+/** Guards a cuRAND generator: samples that run again draw the same numbers.
+ *  @param state  borrowed until rebatch_wrap_close()
+ *  @return cudaSuccess; cudaErrorNotSupported for a generator that has no offset, such as MTGP32;
+ *          otherwise the code of rebatch_guard_with()'s status. After a failure the message is on
+ *          standard error */
 static inline cudaError_t rebatch_wrap_guard(rebatch_wrap_generator *state)
 {
     rebatch *rb;
     const cudaError_t code = rebatch_wrap_session(&rb);
     const rebatch_guard_ops ops = {sizeof ops, rebatch_wrap_generator::save,
                                    rebatch_wrap_generator::restore};
-    return code != cudaSuccess ? code : rebatch_wrap_told(rebatch_guard_with(rb, &ops, state));
+    if (code != cudaSuccess)
+        return code;
+    if (curandSetGeneratorOffset(state->generator, state->drawn) != CURAND_STATUS_SUCCESS) {
+        (void)fprintf(stderr, "rebatch: a cuRAND generator cannot be guarded: expected one whose "
+                              "offset can be set, such as XORWOW or Philox\n");
+        return cudaErrorNotSupported;
+    }
+    return rebatch_wrap_told(rebatch_guard_with(rb, &ops, state));
 }
 #endif
 

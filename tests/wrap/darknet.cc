@@ -7,6 +7,7 @@
  *   darknet [BATCH [SUBDIVISIONS [STEPS]]] */
 #include <cuda_runtime.h>
 #include <cudnn.h>
+#include <curand.h>
 
 #include "darknet.h"
 
@@ -37,6 +38,21 @@ static void check_error(cudnnStatus_t error, const char *file, int line)
 }
 #define CHECK(call) check_error((call), __FILE__, __LINE__)
 
+static curandGenerator_st sequence;
+static curandGenerator_t generator = &sequence;
+#ifdef REBATCH
+static rebatch_wrap_generator guarded = {generator, 0, {}};
+#endif
+
+static void cuda_random(float *x, size_t count)
+{
+    if (curandGenerateUniform(generator, x, count) != CURAND_STATUS_SUCCESS)
+        exit(1);
+#ifdef REBATCH
+    guarded.drawn += count;
+#endif
+}
+
 static float *cuda_make_array(size_t count)
 {
     float *memory;
@@ -66,7 +82,6 @@ struct network {
     layer layers[16];
     float *input, *truth; /* of a batch */
     float error;
-    uint64_t random; /* of dropout */
 };
 
 constexpr int CLASSES = 10;
@@ -138,7 +153,7 @@ static void forward_layer(const layer &l, network *net, const float *input)
     case MAXPOOL:
         return maxpool(l.output, l.indexes, input, planes, l.out_h, l.out_w);
     case DROPOUT:
-        uniform(l.chance, outputs(l), &net->random);
+        cuda_random(l.chance, outputs(l));
         CHECK(cudaMemset(l.output, 0, outputs(l) * sizeof(float)));
         return drop(l.output, input, l.chance, 0.25f, outputs(l));
     case AVGPOOL:
@@ -195,7 +210,6 @@ static network parse_network(int batch, int subdivisions)
     network net = {};
     net.batch = batch / subdivisions, net.subdivisions = subdivisions;
     net.c = 3, net.h = net.w = 16;
-    net.random = 1;
     int c = net.c, h = net.h, w = net.w;
     for (const auto &s : section) {
         layer &l = net.layers[net.n++];
@@ -332,7 +346,7 @@ int main(int argc, char **argv)
     network net = parse_network(batch, subdivisions);
     uint64_t random = 7; /* of the loader */
 #ifdef REBATCH
-    CHECK(rebatch_wrap_guard(&net.random));
+    CHECK(rebatch_wrap_guard(&guarded));
     for (int i = 0; i < net.n; i++)
         if (net.layers[i].nweights) {
             CHECK(rebatch_wrap_guard_sums(net.layers[i].weight_updates, net.layers[i].nweights));
