@@ -789,10 +789,10 @@ REBATCH_API_CHECKED rebatch_status rebatch_mutating_together(rebatch *rb);
 REBATCH_API_CHECKED rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                                  rebatch_guard_kind kind);
 
-/** rebatch_guard() for accumulators that zero_grad does not clear, for example gradients in which an
- *  optimizer keeps the momentum of earlier steps. They change only after rebatch_mutating(), so they
- *  are copied once a step, before zero_grad, and restored when the effective batch runs again or the
- *  step fails. zero_grad then leaves them as they are.
+/** rebatch_guard() for accumulators that zero_grad does not clear, for example gradients in which
+ *  an optimizer keeps the momentum of earlier steps. They change only after rebatch_mutating(), so
+ *  they are copied once a step, before zero_grad, and restored when the effective batch runs again
+ *  or the step fails. zero_grad then leaves them as they are.
  *  @param rb     as for rebatch_guard()
  *  @param sums   as for rebatch_guard()
  *  @param bytes  as for rebatch_guard()

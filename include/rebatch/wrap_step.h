@@ -205,11 +205,11 @@ template <class T> static inline cudaError_t rebatch_wrap_guard_sums(T *sums, si
 }
 
 #ifdef CURAND_VERSION
-/** A generator of cuRAND's host API whose place in its sequence is guarded. cuRAND can go to a place
- *  and does not tell where it is, so the program counts. The count is the place for Philox with
- *  any distribution, and for XORWOW and MRG32K3A with curandGenerate() and curandGenerateUniform().
- *  A program that draws other numbers of the latter two sets the offset itself where `train`
- *  begins, by step and first sample, and needs no guard. */
+/** A generator of cuRAND's host API whose place in its sequence is guarded. cuRAND can go to a
+ *  place and does not tell where it is, so the program counts. The count is the place for Philox
+ *  with any distribution, and for XORWOW and MRG32K3A with curandGenerate() and
+ *  curandGenerateUniform(). A program that draws other numbers of the latter two sets the offset
+ *  itself where `train` begins, by step and first sample, and needs no guard. */
 struct rebatch_wrap_generator {
     curandGenerator_t generator; /**< borrowed until rebatch_wrap_close() */
     unsigned long long drawn;    /**< numbers drawn from offset 0 on: a call for n adds n */

@@ -582,10 +582,10 @@ struct rbi_run {
     uint64_t zeroed_from, zeroed_to; /* sequences of the blocks that zero_grad made */
 
     /* where micro-batches are cut */
-    size_t size;        /* of the one that runs, or ran last */
-    bool cut_by_budget; /* one was */
-    bool is_cut_even;   /* into fewer samples, lest the last one has too few */
-    size_t cut_size;    /* for which is_cut_even was decided; 0: none */
+    size_t size;                    /* of the one that runs, or ran last */
+    bool cut_by_budget;             /* one was */
+    bool is_cut_even;               /* into fewer samples, lest the last one has too few */
+    size_t cut_size;                /* for which is_cut_even was decided; 0: none */
     size_t most_samples, most_cost; /* of a micro-batch, by rbi_cut_survey(); 0: not known */
     size_t most_budget;             /* the budget for which they hold */
 

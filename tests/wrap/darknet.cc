@@ -1,8 +1,8 @@
-/* An image classifier that is trained as darknet trains: layers with buffers of their own, made with
- * the layer and made again when the size of the images changes, which is drawn every few steps;
- * convolutions of a library with codes of its own; gradients that keep the momentum of the steps
- * before; one batch in equal subdivisions. The lines under `#ifdef REBATCH` are all that is new when
- * rebatch wraps it (scripts/show-wrap darknet).
+/* An image classifier that is trained as darknet trains: layers with buffers of their own, made
+ * with the layer and made again when the size of the images changes, which is drawn every few
+ * steps; convolutions of a library with codes of its own; gradients that keep the momentum of the
+ * steps before; one batch in equal subdivisions. The lines under `#ifdef REBATCH` are all that is
+ * new when rebatch wraps it (scripts/show-wrap darknet).
  *
  *   darknet [BATCH [SUBDIVISIONS [STEPS]]] */
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
 /* What the image classifier of the tests computes, as kernels would, and a library of convolutions
- * that takes device memory of its own for each call and says by codes of its own that there is none.
+ * that takes device memory of its own for each call and says by codes of its own if there is none.
  * Sums over samples are added in the order of the samples to what is there. Images are channels x
  * height x width. Must not know where buffers come from. */
 #ifndef WRAP_DARKNET_H
