@@ -214,6 +214,40 @@ Test(step_buffers, by_cost_every_sample_counts_once_whatever_the_lengths)
     close_trainer(&t);
 }
 
+Test(step_buffers, by_cost_they_grow_with_the_budget)
+{
+    struct trainer t;
+    void *other = NULL;
+    open_trainer(&t, 40 * MIB);
+    cr_assert_eq(rebatch_alloc(&other, t.rb, 24 * MIB), REBATCH_OK);
+    (void)by_cost(&t);
+    cr_expect_eq(t.room, 16);
+    cr_assert_eq(rebatch_free(t.rb, other), REBATCH_OK);
+    for (int step = 0; step < 6; step++)
+        cr_expect_eq(by_cost(&t).ooms, 0);
+    cr_expect_eq(t.room, 32);
+    close_trainer(&t);
+}
+
+/* The cost of an image is its pixels, and so are its buffers. */
+Test(step_buffers, by_cost_what_is_learned_holds_for_images_of_another_size)
+{
+    static const size_t sides[] = {4, 1, 2, 4};
+    static const size_t rooms[] = {8, 32, 16, 8};
+    struct trainer t;
+    open_trainer(&t, 36 * MIB);
+    for (size_t k = 0; k < 4; k++) {
+        t.side = sides[k];
+        for (size_t i = 0; i < MOST; i++)
+            t.lengths[i] = sides[k];
+        cr_assert_eq(rebatch_remake_buffers(t.rb), REBATCH_OK);
+        const rebatch_step_report report = by_cost(&t);
+        cr_expect_eq(report.ooms > 0, k == 0, "%zu OOMs at size %zu", (size_t)report.ooms, k);
+        cr_expect_eq(t.room, rooms[k], "%zu at size %zu", t.room, k);
+    }
+    close_trainer(&t);
+}
+
 /* ---- buffers that are made again ---- */
 
 Test(step_buffers, they_are_made_again_where_the_program_says_so)
