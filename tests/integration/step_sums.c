@@ -90,6 +90,40 @@ Test(step_sums, momentum_that_is_kept_in_the_sums_is_that_of_a_run_without_an_oo
     }
 }
 
+static rebatch_status leave_sums(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    train(mb->first, mb->count, user);
+    return REBATCH_OK;
+}
+
+Test(step_sums, a_probe_leaves_them_as_they_were)
+{
+    static double host[SUMS];
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = leave_sums,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = leave_sums,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    struct trainer t = {.sums = host};
+    cr_assert_eq(rebatch_device_open_host(&t.device, (size_t)64 << 20, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t.rb, t.device, &(rebatch_options)REBATCH_OPTIONS_INIT), REBATCH_OK);
+    for (size_t k = 0; k < SUMS; k++)
+        host[k] = (double)k;
+    cr_assert_eq(rebatch_guard_sums(t.rb, host, sizeof host, REBATCH_GUARD_HOST), REBATCH_OK);
+    cr_assert_eq(rebatch_probe(t.rb, &ops, BATCH, &t, NULL, NULL), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    for (size_t k = 0; k < SUMS; k++)
+        cr_expect_eq(host[k], (double)k);
+    rebatch_close(t.rb);
+    rebatch_device_close(t.device);
+}
+
 Test(step_sums, what_it_refuses)
 {
     double sum = 0;
