@@ -99,6 +99,7 @@ static size_t cost_to_lower(const rebatch *rb)
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 {
     const rebatch_options *limits = &rb->options;
+    rbi_cut_survey(rb); /* the step may not have come to it */
     const size_t count = samples_of(rb, mb);
     if (!count || rb->options.on_oom == REBATCH_ON_OOM_STOP)
         return false;
