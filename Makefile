@@ -89,7 +89,7 @@ KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
 WRAP_EXISTING := $(BUILD)/examples/wrap_existing
 WRAP_BUFFERS := $(BUILD)/examples/wrap_buffers
-CUDA_EXAMPLES := $(addprefix $(BUILD)/examples/,separable_cnn-cuda cpp_raii)
+CUDA_EXAMPLES := $(addprefix $(BUILD)/examples/,separable_cnn-cuda cpp_raii curand_dropout)
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 MAN_PAGES := build/man/man1/rebatch.1 build/man/man3/rebatch.3 \
     $(patsubst include/rebatch/%.h,build/man/man3/rebatch_%.3, \
@@ -251,12 +251,12 @@ $(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
 PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked wrapped session session-static names \
     libdeep.so libouter.so libinner.so libhook.so)
 # Trainers as people have them, before and after rebatch, over a stand-in for CUDA's runtime.
-WRAP_TESTS := $(foreach name,llm_fp32 llm_bf16,$(BUILD)/tests/wrap/$(name) $(BUILD)/tests/wrap/$(name)-before)
+WRAP_TESTS := $(foreach name,llm_fp32 llm_bf16 darknet,$(BUILD)/tests/wrap/$(name) $(BUILD)/tests/wrap/$(name)-before)
 WRAP_CC = $(Q)$(CXX) -std=c++17 -O2 -ffp-contract=off -fno-exceptions -fno-rtti -pthread -Wall -Wextra -Wshadow -Wno-unused-parameter \
     -Iinclude -Itests/wrap -isystem tests/cuda -o $@ $(filter %.cc %.o %.a,$^)
-$(BUILD)/tests/wrap/%-before: tests/wrap/%.cc tests/wrap/llm.h tests/cuda/cuda_runtime.h $(BUILD)/tests/wrap/runtime.o
+$(BUILD)/tests/wrap/%-before: tests/wrap/%.cc tests/wrap/llm.h tests/wrap/darknet.h $(wildcard tests/cuda/*.h) $(BUILD)/tests/wrap/runtime.o
 	$(WRAP_CC) -Wno-unused -ldl
-$(BUILD)/tests/wrap/%: tests/wrap/%.cc tests/wrap/llm.h tests/cuda/cuda_runtime.h $(BUILD)/tests/wrap/runtime.o $(PUBLIC_HEADERS) $(STATIC)
+$(BUILD)/tests/wrap/%: tests/wrap/%.cc tests/wrap/llm.h tests/wrap/darknet.h $(wildcard tests/cuda/*.h) $(BUILD)/tests/wrap/runtime.o $(PUBLIC_HEADERS) $(STATIC)
 	$(WRAP_CC) -DREBATCH -Wno-unused $(LIBS) -ldl
 PRELOAD_CC = @mkdir -p $(@D) && $(CC) -std=c17 -fPIC -pthread $(WARNINGS) $(CFLAGS) -Iinclude -o $@
 $(BUILD)/tests/preload/program: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h
@@ -304,10 +304,12 @@ $(WRAP_EXISTING) $(WRAP_BUFFERS): $(BUILD)/%: %.cu $(wildcard include/rebatch/*.
 
 $(BUILD)/examples/separable_cnn-cuda: examples/separable_cnn.cu $(wildcard examples/separable_*.h) examples/output.h
 $(BUILD)/examples/cpp_raii: examples/cpp_raii.cu
+$(BUILD)/examples/curand_dropout: examples/curand_dropout.cu
+$(BUILD)/examples/curand_dropout: private CUDA_LIBS := -lcurand
 $(CUDA_EXAMPLES): $(PUBLIC_HEADERS) $(BUILD)/kernels/flags $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iinclude -cudart shared -o $@ \
-	    $(filter %.cu,$^) $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
+	    $(filter %.cu,$^) $(STATIC) $(CUDA_LIBS) $(LIBS:-pthread=-Xcompiler -pthread)
 
 # A plain CUDA program with each form of the runtime, and a wrapped one.
 PRELOAD_GPU_TESTS := $(addprefix $(BUILD)/tests/gpu/preload_,blocks_static blocks_shared blocks_thread \

@@ -45,6 +45,15 @@ REBATCH_API rebatch *rebatch_get_current(void);
  *  @param code  a CUresult or cudaError_t */
 REBATCH_API void rebatch_escape_on_oom(int code);
 
+/** rebatch_escape_on_oom() for a code of cuBLAS or cuBLASLt, whose numbers mean other things. In
+ *  C++, wrap.h has overloads of rebatch_escape_on_oom() for the types of these codes.
+ *  @param code  a cublasStatus_t */
+REBATCH_API void rebatch_escape_on_cublas_oom(int code);
+
+/** rebatch_escape_on_oom() for a code of cuDNN 8 or 9.
+ *  @param code  a cudnnStatus_t */
+REBATCH_API void rebatch_escape_on_cudnn_oom(int code);
+
 /** Allocate memory that any stream may use immediately, without rebatch_pool_use_on(). It comes
  *  from the session's pool: what the callback's thread allocates, or a thread that joined
  *  (rebatch_join()), is taken back when the attempt fails. May be called in and outside callbacks.

@@ -147,7 +147,8 @@ typedef struct rebatch_step_ops {
      *  and must not call rebatch_mutating().
      *
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
-     *  memory. Not together with `cost`. */
+     *  memory. With `cost` the buffers are for as many samples as the budget allows in a
+     *  micro-batch of this effective batch, and micro-batches are cut by both. */
     rebatch_status (*resize)(size_t micro_batch, void *user);
     /** Required with rebatch_options.group, unless lockstep is on; otherwise not called. Sum the
      *  accumulators over all ranks. Without lockstep it is the only callback that may call
@@ -675,6 +676,37 @@ REBATCH_API rebatch_status rebatch_step_plain(rebatch *rb, size_t batch,
                                               void (*update)(void *user), void *user,
                                               uint32_t flags, rebatch_step_report *report);
 
+/** rebatch_step_plain() for functions that keep their buffers from one call to the next.
+ *  @param rb         the session
+ *  @param batch      as for rebatch_step_plain()
+ *  @param zero_grad  as for rebatch_step_plain()
+ *  @param train      as for rebatch_step_plain()
+ *  @param update     as for rebatch_step_plain()
+ *  @param resize     allocates the buffers for micro-batches of up to `micro_batch` samples, as
+ *                    rebatch_step_ops.resize. The buffers are the same from step to step as long as
+ *                    `resize` and `user` are. Those of a rebatch_map() are others. NULL:
+ *                    there are none
+ *  @param user       passed to the functions
+ *  @param flags      as for rebatch_step_plain()
+ *  @param report     filled in on success and failure; may be NULL
+ *  @return as rebatch_step() */
+REBATCH_API rebatch_status rebatch_step_plain_resize(
+    rebatch *rb, size_t batch, void (*zero_grad)(void *user),
+    void (*train)(size_t first, size_t count, void *user), void (*update)(void *user),
+    void (*resize)(size_t micro_batch, void *user), void *user, uint32_t flags,
+    rebatch_step_report *report);
+
+/** Say that the buffers of `resize` are of no use any more, because what they depend on beside the
+ *  micro-batch size has changed, for example the size of the images. They are taken back, and the
+ *  next step calls resize: for the micro-batch size that is in force, or a smaller one where that
+ *  does not fit. What the session has learned of the memory that sizes in samples need is
+ *  forgotten; what it has learned by cost (rebatch_step_ops.cost) stays. Call it between steps, in
+ *  place of the code that frees and allocates the buffers.
+ *  @param rb  the session
+ *  @return REBATCH_OK, also where there are no buffers; REBATCH_E_STATE from within a callback;
+ *          REBATCH_E_INVALID */
+REBATCH_API rebatch_status rebatch_remake_buffers(rebatch *rb);
+
 /** Run a function over samples outside of training, for example evaluation, and recover from OOMs
  *  as rebatch_step() does: what a call that runs out of memory has allocated is taken back, guarded
  *  state is restored to its value before the call, and the same samples run again, fewer at once.
@@ -756,6 +788,18 @@ REBATCH_API_CHECKED rebatch_status rebatch_mutating_together(rebatch *rb);
  *          guarded, and for device memory of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API_CHECKED rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                                  rebatch_guard_kind kind);
+
+/** rebatch_guard() for accumulators that zero_grad does not clear, for example gradients in which
+ *  an optimizer keeps the momentum of earlier steps. They change only after rebatch_mutating(), so
+ *  they are copied once a step, before zero_grad, and restored when the effective batch runs again
+ *  or the step fails. zero_grad then leaves them as they are.
+ *  @param rb     as for rebatch_guard()
+ *  @param sums   as for rebatch_guard()
+ *  @param bytes  as for rebatch_guard()
+ *  @param kind   as for rebatch_guard()
+ *  @return as rebatch_guard() */
+REBATCH_API_CHECKED rebatch_status rebatch_guard_sums(rebatch *rb, void *sums, size_t bytes,
+                                                      rebatch_guard_kind kind);
 
 /** The same as rebatch_guard() for state that functions save and restore.
  *  @param rb    the session

@@ -180,6 +180,15 @@ static inline void rebatch_wrap_mutating(void)
     rebatch_mutating(rebatch_get_current());
 }
 
+/** rebatch_remake_buffers() for the process's session, which is done with a change of what buffers
+ *  depend on beside the micro-batch size, for example of the size of the images.
+ *  @return cudaSuccess, also without a session; cudaErrorUnknown from within a step */
+static inline cudaError_t rebatch_wrap_remake_buffers(void)
+{
+    rebatch *const rb = rebatch_get_current();
+    return rb ? rebatch_wrap_code(rebatch_remake_buffers(rb)) : cudaSuccess;
+}
+
 /** rebatch_get_batch() for the process's session: what a trainer that divides by the samples of its
  *  batch divides by.
  *  @param otherwise  what is returned outside of a step or map

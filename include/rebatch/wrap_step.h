@@ -70,14 +70,25 @@ static inline rebatch_status rebatch_wrap_status(cudaError_t code)
 #ifdef CUBLAS_VERSION
 static inline rebatch_status rebatch_wrap_status(cublasStatus_t code)
 {
-    return rebatch_from_cublas(rebatch_wrap_device(), code);
+    return rebatch_from_cublas(rebatch_wrap_device(), (int)code);
+}
+
+/* A cublasStatus_t would be taken for the cudaError_t of the same number. */
+static inline void rebatch_escape_on_oom(cublasStatus_t code)
+{
+    rebatch_escape_on_cublas_oom((int)code);
 }
 #endif
 
 #ifdef CUDNN_MAJOR
 static inline rebatch_status rebatch_wrap_status(cudnnStatus_t code)
 {
-    return rebatch_from_cudnn(rebatch_wrap_device(), code);
+    return rebatch_from_cudnn(rebatch_wrap_device(), (int)code);
+}
+
+static inline void rebatch_escape_on_oom(cudnnStatus_t code)
+{
+    rebatch_escape_on_cudnn_oom((int)code);
 }
 #endif
 
@@ -114,14 +125,36 @@ static inline void rebatch_wrap_check_at(Result result, const char *call, const 
 #define rebatch_wrap_check(call) rebatch_wrap_check_at((call), #call, __FILE__, __LINE__)
 
 #ifdef __cpp_exceptions
-/** As rebatch_escape_on_oom(), by an exception: throws rebatch_out_of_memory if `code` is an OOM
- *  within a step. Otherwise it returns, and the caller handles the code.
- *  @param code  a CUresult or cudaError_t */
-static inline void rebatch_wrap_throw_on_oom(int code)
+/** @cond internal */
+static inline void rebatch_wrap_throw_on(rebatch_status status)
 {
-    if (rebatch_wrap_can_leave(rebatch_from_cuda(rebatch_wrap_device(), code)))
+    if (rebatch_wrap_can_leave(status))
         throw rebatch_out_of_memory();
 }
+/** @endcond */
+
+/** As rebatch_escape_on_oom(), by an exception: throws rebatch_out_of_memory if `code` is an OOM
+ *  within a step. Otherwise it returns, and the caller handles the code.
+ *  @param code  a CUresult or cudaError_t; a cublasStatus_t or cudnnStatus_t where its header was
+ *               included before this one */
+static inline void rebatch_wrap_throw_on_oom(int code)
+{
+    rebatch_wrap_throw_on(rebatch_from_cuda(rebatch_wrap_device(), code));
+}
+
+#ifdef CUBLAS_VERSION
+static inline void rebatch_wrap_throw_on_oom(cublasStatus_t code)
+{
+    rebatch_wrap_throw_on(rebatch_wrap_status(code));
+}
+#endif
+
+#ifdef CUDNN_MAJOR
+static inline void rebatch_wrap_throw_on_oom(cudnnStatus_t code)
+{
+    rebatch_wrap_throw_on(rebatch_wrap_status(code));
+}
+#endif
 #endif
 
 /* ---- guarded state ---- */
@@ -156,6 +189,71 @@ template <class T> static inline cudaError_t rebatch_wrap_guard(T *state, size_t
                ? code
                : rebatch_wrap_told(rebatch_guard(rb, (void *)state, count * sizeof(T), kind));
 }
+
+/** rebatch_guard_sums() for the process's session: accumulators that zero_grad does not clear.
+ *  @param sums   the first number, in host or in device memory; borrowed until rebatch_wrap_close()
+ *  @param count  how many
+ *  @return as rebatch_wrap_guard() */
+template <class T> static inline cudaError_t rebatch_wrap_guard_sums(T *sums, size_t count = 1)
+{
+    rebatch *rb;
+    rebatch_guard_kind kind;
+    const cudaError_t code = rebatch_wrap_find(&rb, &kind, sums);
+    return code != cudaSuccess
+               ? code
+               : rebatch_wrap_told(rebatch_guard_sums(rb, (void *)sums, count * sizeof(T), kind));
+}
+
+#ifdef CURAND_VERSION
+/** A generator of cuRAND's host API whose place in its sequence is guarded. cuRAND can go to a
+ *  place and does not tell where it is, so the program counts. The count is the place for Philox
+ *  with any distribution, and for XORWOW and MRG32K3A with curandGenerate() and
+ *  curandGenerateUniform(). A program that draws other numbers of the latter two sets the offset
+ *  itself where `train` begins, by step and first sample, and needs no guard. */
+struct rebatch_wrap_generator {
+    curandGenerator_t generator; /**< borrowed until rebatch_wrap_close() */
+    unsigned long long drawn;    /**< numbers drawn from offset 0 on: a call for n adds n */
+    /** @cond internal */
+    unsigned long long kept[2];
+
+    static rebatch_status save(rebatch_guard_point point, void *user)
+    {
+        rebatch_wrap_generator *const own = static_cast<rebatch_wrap_generator *>(user);
+        own->kept[point] = own->drawn;
+        return REBATCH_OK;
+    }
+    static rebatch_status restore(rebatch_guard_point point, void *user)
+    {
+        rebatch_wrap_generator *const own = static_cast<rebatch_wrap_generator *>(user);
+        own->drawn = own->kept[point];
+        return curandSetGeneratorOffset(own->generator, own->drawn) == CURAND_STATUS_SUCCESS
+                   ? REBATCH_OK
+                   : REBATCH_E_DEVICE;
+    }
+    /** @endcond */
+};
+
+/** Guards a cuRAND generator: samples that run again draw the same numbers.
+ *  @param state  borrowed until rebatch_wrap_close()
+ *  @return cudaSuccess; cudaErrorNotSupported for a generator that has no offset, such as MTGP32;
+ *          otherwise the code of rebatch_guard_with()'s status. After a failure the message is on
+ *          standard error */
+static inline cudaError_t rebatch_wrap_guard(rebatch_wrap_generator *state)
+{
+    rebatch *rb;
+    const cudaError_t code = rebatch_wrap_session(&rb);
+    const rebatch_guard_ops ops = {sizeof ops, rebatch_wrap_generator::save,
+                                   rebatch_wrap_generator::restore};
+    if (code != cudaSuccess)
+        return code;
+    if (curandSetGeneratorOffset(state->generator, state->drawn) != CURAND_STATUS_SUCCESS) {
+        (void)fprintf(stderr, "rebatch: a cuRAND generator cannot be guarded: expected one whose "
+                              "offset can be set, such as XORWOW or Philox\n");
+        return cudaErrorNotSupported;
+    }
+    return rebatch_wrap_told(rebatch_guard_with(rb, &ops, state));
+}
+#endif
 
 /** @cond internal */
 struct __half; /* of cuda_fp16.h and cuda_bf16.h, which need not be included */

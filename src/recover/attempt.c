@@ -263,8 +263,9 @@ static void learn_need(rebatch *rb)
 {
     struct rbi_used used;
     const bool is_measured = rbi_meter_end(&used, rb);
+    const size_t made_for = rb->run.by_cost ? rb->run.most_cost / 2 : rb->buffers.size;
     const bool has_larger =
-        rb->run.size < rb->buffers.size && rb->run.ops->resize && !rb->run.buffers_are_fixed;
+        rb->run.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
     if (!is_measured || has_larger)
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes,

@@ -84,16 +84,40 @@ static size_t leave_smallest(const rebatch *rb, size_t count, size_t left)
     return less ? less : count;
 }
 
+/* Sets *is_cut where the budget is why there are not more. */
+static size_t cut_by_budget(const rebatch *rb, size_t first, bool *is_cut)
+{
+    const size_t left = rb->run.batch - first;
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), left);
+    const size_t count = rbi_cut_to(rb, first, rb->sizes.budget);
+    *is_cut |= count < most;
+    return leave_smallest(rb, count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most),
+                          left);
+}
+
+void rbi_cut_survey(rebatch *rb)
+{
+    struct rbi_run *run = &rb->run;
+    if (!run->by_cost || !run->ops->resize ||
+        (run->most_samples && run->most_budget == rb->sizes.budget))
+        return;
+    run->most_samples = run->most_cost = 0;
+    run->most_budget = rb->sizes.budget;
+    bool is_cut = false;
+    for (size_t first = 0; first < run->batch;) {
+        const size_t count = cut_by_budget(rb, first, &is_cut);
+        run->most_samples = rbi_max(run->most_samples, count);
+        run->most_cost = rbi_max(run->most_cost, cost_of(rb, first, count));
+        first += count;
+    }
+}
+
 size_t rbi_cut(rebatch *rb, size_t first)
 {
     if (!rb->run.by_cost)
         return cut_by_size(rb, first);
-    const size_t left = rb->run.batch - first;
-    const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), left);
-    const size_t count = rbi_cut_to(rb, first, rb->sizes.budget);
-    rb->run.cut_by_budget |= count < most;
-    return leave_smallest(rb, count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most),
-                          left);
+    rbi_cut_survey(rb); /* an OOM may have lowered the budget */
+    return cut_by_budget(rb, first, &rb->run.cut_by_budget);
 }
 
 void rbi_size_set(rebatch *rb, size_t size)

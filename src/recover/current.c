@@ -37,11 +37,26 @@ void rbi_current_forget(rebatch *rb)
     (void)atomic_compare_exchange_strong(&current, &rb, NULL);
 }
 
-void rebatch_escape_on_oom(int code)
+static void escape_on(rebatch_status (*translate)(rebatch_device *device, int code), int code)
 {
     rebatch *const rb = rebatch_get_current();
-    if (rbi_callback_is_running(rb) && rebatch_from_cuda(rb->device, code) == REBATCH_OOM)
+    if (rbi_callback_is_running(rb) && translate(rb->device, code) == REBATCH_OOM)
         (void)rebatch_escape(rb, REBATCH_OOM);
+}
+
+void rebatch_escape_on_oom(int code)
+{
+    escape_on(rebatch_from_cuda, code);
+}
+
+void rebatch_escape_on_cublas_oom(int code)
+{
+    escape_on(rebatch_from_cublas, code);
+}
+
+void rebatch_escape_on_cudnn_oom(int code)
+{
+    escape_on(rebatch_from_cudnn, code);
 }
 
 /* Blocks of the session's stream go round there while its work is under way, unless they were freed

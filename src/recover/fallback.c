@@ -88,9 +88,18 @@ static size_t samples_of(const rebatch *rb, const rebatch_microbatch *mb)
     return rbi_max(mb ? mb->count : 0, rbi_resize_size(rb));
 }
 
+/* The same by cost: what the buffers in force were made for. */
+static size_t cost_to_lower(const rebatch *rb)
+{
+    return rb->run.failure.phase == REBATCH_PHASE_ADMISSION
+               ? rb->run.size
+               : rbi_max(rb->run.size, rb->run.most_cost);
+}
+
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 {
     const rebatch_options *limits = &rb->options;
+    rbi_cut_survey(rb); /* the step may not have come to it */
     const size_t count = samples_of(rb, mb);
     if (!count || rb->options.on_oom == REBATCH_ON_OOM_STOP)
         return false;
@@ -98,11 +107,12 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
         return false; /* nothing smaller is allowed */
     /* What an update needs is in no prediction of micro-batches. */
     const bool is_sized = mb || rb->run.failure.phase == REBATCH_PHASE_RESIZE;
-    const size_t size = rb->run.by_cost ? rb->run.size : count;
+    const size_t size = rb->run.by_cost ? cost_to_lower(rb) : count;
     const size_t held = rbi_growth_take_held(rb, size);
     const size_t predicted = is_sized ? predicted_size(rb, size, held) : 0;
     if (rb->run.by_cost) { /* always less than before, also where cost falls with the samples */
-        const size_t less = predicted ? predicted : rbi_max(rb->run.size / 2, held);
+        const size_t less =
+            predicted ? predicted : rbi_max(rbi_min(size, rb->sizes.budget) / 2, held);
         rb->sizes.budget = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
         return true;
     }

@@ -139,6 +139,8 @@ static rebatch_status copy_all(rebatch *rb, rebatch_guard_point point, bool rest
         const struct rbi_guard *guard = &rb->guards[i];
         void *const kept = copy_at(guard, point);
         rbi_assert(kept);
+        if (point == REBATCH_GUARD_ATTEMPT && kept == guard->at_step)
+            continue; /* what is discarded has not changed it */
         const rebatch_status status =
             restores ? copy(rb, guard, guard->state, kept) : copy(rb, guard, kept, guard->state);
         if (!first)
@@ -240,10 +242,12 @@ static void release(rebatch *rb, const struct rbi_guard *guard)
 {
     if (guard->kind == REBATCH_GUARD_DEVICE) {
         (void)rebatch_pool_free(rb->pool, guard->at_step);
-        (void)rebatch_pool_free(rb->pool, guard->at_attempt);
+        if (guard->at_attempt != guard->at_step)
+            (void)rebatch_pool_free(rb->pool, guard->at_attempt);
     } else {
         rbi_heap_free(guard->at_step);
-        rbi_heap_free(guard->at_attempt);
+        if (guard->at_attempt != guard->at_step)
+            rbi_heap_free(guard->at_attempt);
         rbi_heap_free(guard->before_callback);
         rbi_heap_free(guard->before_pressure);
     }
@@ -265,7 +269,8 @@ static rebatch_status make_copy(rebatch *rb, void **out, size_t bytes, rebatch_g
                 : rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard %zu bytes", bytes);
 }
 
-rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_guard_kind kind)
+static rebatch_status guard_state(rebatch *rb, void *state, size_t bytes, rebatch_guard_kind kind,
+                                  bool is_sums)
 {
     if (!rb || !state)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "state" : "rb");
@@ -287,7 +292,9 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
                          RBI_MAX_GUARDS);
     struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
     status = make_copy(rb, &guard.at_step, bytes, kind);
-    if (!status)
+    if (is_sums)
+        guard.at_attempt = guard.at_step;
+    else if (!status)
         status = make_copy(rb, &guard.at_attempt, bytes, kind);
     if (!status && kind == REBATCH_GUARD_HOST)
         status = make_copy(rb, &guard.before_callback, bytes, kind);
@@ -300,6 +307,16 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
     rbi_assert(rb->guard_count < RBI_MAX_GUARDS);
     rb->guards[rb->guard_count++] = guard;
     return REBATCH_OK;
+}
+
+rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_guard_kind kind)
+{
+    return guard_state(rb, state, bytes, kind, false);
+}
+
+rebatch_status rebatch_guard_sums(rebatch *rb, void *sums, size_t bytes, rebatch_guard_kind kind)
+{
+    return guard_state(rb, sums, bytes, kind, true);
 }
 
 rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops, void *user)

@@ -19,6 +19,12 @@ void rbi_maps_release(rebatch *rb)
     }
 }
 
+void rbi_maps_forget(rebatch *rb)
+{
+    for (struct rbi_map *map = rb->maps; map; map = map->next)
+        rbi_sizes_forget(&map->sizes);
+}
+
 static rebatch_status find(struct rbi_map **out, rebatch *rb, const rebatch_map_ops *ops)
 {
     for (struct rbi_map *map = rb->maps; map; map = map->next)

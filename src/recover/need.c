@@ -422,6 +422,17 @@ void rbi_need_forget(rebatch *rb)
     rb->sizes.known_next = rb->sizes.known_last = 0;
 }
 
+void rbi_sizes_forget(struct rbi_sizes *sizes)
+{
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++)
+        if (!sizes->known[i].by_cost)
+            sizes->known[i] = (struct rbi_need){0};
+    if (!sizes->growth.failed_by_cost)
+        sizes->growth.failed_size = 0;
+    if (!sizes->model.by_cost)
+        sizes->model_is_refuted = true;
+}
+
 /* Of more blocks than there is space for the last ones count as one. */
 void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count)
 {

@@ -50,6 +50,9 @@ size_t rbi_micro_size(const rebatch *rb, size_t batch);
 
 /* How many samples the micro-batch has that begins with `first`. */
 size_t rbi_cut(rebatch *rb, size_t first);
+/* By cost, with a resize: finds what the budget in force makes of the batch, for which buffers are
+ * made (run.most_samples, most_cost). */
+void rbi_cut_survey(rebatch *rb);
 /* The budget, for reports: 0 where there is none, or no bound. */
 uint64_t rbi_budget(const rebatch *rb);
 /* When a step begins: whether it goes by cost, and with which budget. */
@@ -64,7 +67,7 @@ struct rbi_guard {
     size_t bytes;
     rebatch_guard_kind kind;
     void *at_step;         /* copy from before zero_grad */
-    void *at_attempt;      /* copy from before the callback that runs */
+    void *at_attempt;      /* copy from before the callback that runs; of sums: at_step */
     void *before_callback; /* of host state: copy from before lighten or resize */
     void *before_pressure; /* of host state: copy from before a pressure callback */
 };
@@ -127,6 +130,8 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
 
 /* Nothing is known any more of sizes that ran. */
 void rbi_need_forget(rebatch *rb);
+/* Nothing is known any more of what sizes in samples need. */
+void rbi_sizes_forget(struct rbi_sizes *sizes);
 /* The memory model was wrong about its level: it is not asked any longer. */
 void rbi_need_refute_model(rebatch *rb);
 
@@ -233,6 +238,7 @@ bool rbi_learn_step_done(rebatch *rb);
 struct rbi_buffers {
     size_t size; /* in samples; 0: there are none */
     uint64_t bytes;
+    size_t budget;    /* by cost: that was in force */
     unsigned lighten; /* the level they were made at */
     rebatch_status (*resize)(size_t micro_batch, void *user);
     void *user;
@@ -251,6 +257,19 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size);
 /* The samples that the buffers in force are for: those that are there, or that resize is to be
  * called for next; 0: the function has none that another size would change. */
 size_t rbi_resize_size(const rebatch *rb);
+
+/* ---- functions that return nothing (plain.c) ---- */
+
+/* What the callbacks of such a step get as their user. */
+struct rbi_plain {
+    rebatch *rb;
+    void (*zero_grad)(void *user);
+    void (*train)(size_t first, size_t count, void *user);
+    void (*update)(void *user);
+    void (*resize)(size_t micro_batch, void *user); /* NULL: it has none */
+    void *user;
+    bool declares;
+};
 
 /* ---- callbacks (attempt.c) ---- */
 
@@ -405,6 +424,8 @@ void rbi_watched_release(rebatch *rb);
 /* ---- functions over samples (map.c) ---- */
 
 void rbi_maps_release(rebatch *rb);
+/* rbi_sizes_forget() for the sizes of all of them. */
+void rbi_maps_forget(rebatch *rb);
 
 /* ---- what steps and maps are made of (step.c) ---- */
 
@@ -561,10 +582,12 @@ struct rbi_run {
     uint64_t zeroed_from, zeroed_to; /* sequences of the blocks that zero_grad made */
 
     /* where micro-batches are cut */
-    size_t size;        /* of the one that runs, or ran last */
-    bool cut_by_budget; /* one was */
-    bool is_cut_even;   /* into fewer samples, lest the last one has too few */
-    size_t cut_size;    /* for which is_cut_even was decided; 0: none */
+    size_t size;                    /* of the one that runs, or ran last */
+    bool cut_by_budget;             /* one was */
+    bool is_cut_even;               /* into fewer samples, lest the last one has too few */
+    size_t cut_size;                /* for which is_cut_even was decided; 0: none */
+    size_t most_samples, most_cost; /* of a micro-batch, by rbi_cut_survey(); 0: not known */
+    size_t most_budget;             /* the budget for which they hold */
 
     /* by the meter */
     bool meter_has_begun;
@@ -634,6 +657,8 @@ struct rebatch {
     struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;
     struct rbi_buffers buffers;
+    struct rbi_plain plain[2]; /* of the last step by plain functions, and of one before it */
+    bool plain_at;             /* which is the last one's */
     struct rbi_leak leak;
     /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
     void (*declares[RBI_CALLBACKS])(void);

@@ -15,22 +15,30 @@ static bool is_of_step(const rebatch *rb)
            rb->buffers.lighten == rb->lighten;
 }
 
-/* Buffers serve every smaller micro-batch, so a rest and a smaller batch need no others. A size
- * that memory has made smaller does. */
+/* The size that resize is called for when it is due. */
+static size_t due_size(const rebatch *rb)
+{
+    if (rb->run.is_probe)
+        return rbi_min(rbi_round_size_up(&rb->options, 1), rb->run.batch);
+    return rb->run.by_cost ? rb->run.most_samples : rbi_micro_size(rb, rb->run.batch);
+}
+
+/* Whether memory has made the size smaller than the buffers' since they were made. */
+static bool is_less(const rebatch *rb)
+{
+    return rb->run.by_cost
+               ? rb->sizes.budget < rb->buffers.budget && due_size(rb) < rb->buffers.size
+               : rb->sizes.micro < rb->buffers.size;
+}
+
+/* Buffers serve every smaller micro-batch, so a rest and a smaller batch need no others. */
 static bool is_due(const rebatch *rb)
 {
     if (!rb->run.ops->resize || rb->run.buffers_are_fixed)
         return false;
-    if (!is_there(rb) || !is_of_step(rb) || rb->sizes.micro < rb->buffers.size)
+    if (!is_there(rb) || !is_of_step(rb) || is_less(rb))
         return true;
-    return !rb->run.is_probe && rbi_micro_size(rb, rb->run.batch) > rb->buffers.size;
-}
-
-/* The size that resize is called for when it is due. */
-static size_t due_size(const rebatch *rb)
-{
-    return rb->run.is_probe ? rbi_min(rbi_round_size_up(&rb->options, 1), rb->run.batch)
-                            : rbi_micro_size(rb, rb->run.batch);
+    return !rb->run.is_probe && due_size(rb) > rb->buffers.size;
 }
 
 size_t rbi_resize_size(const rebatch *rb)
@@ -74,6 +82,7 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
         return status;
     rb->buffers = (struct rbi_buffers){.size = size,
                                        .bytes = rbi_pool_resident_bytes(rb->pool),
+                                       .budget = rb->sizes.budget,
                                        .lighten = rb->lighten,
                                        .resize = rb->run.ops->resize,
                                        .user = rb->run.user,
@@ -84,12 +93,14 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
 
 void rbi_resize_prepare(rebatch *rb, bool is_recorded)
 {
+    rbi_cut_survey(rb);
     if (rb->run.ops->resize && (is_recorded || is_due(rb)))
         rbi_resize_release(rb);
 }
 
 rebatch_status rbi_resize_ready(rebatch *rb)
 {
+    rbi_cut_survey(rb);
     if (is_due(rb))
         return rbi_resize_to(rb, due_size(rb));
     if (rb->run.samples_callback != RBI_MAP)

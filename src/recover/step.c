@@ -205,6 +205,9 @@ static void cut(rebatch *rb, rebatch_microbatch *mb, size_t first)
 {
     mb->first = first;
     mb->count = rbi_cut(rb, first);
+    const size_t room = rb->run.by_cost ? rbi_resize_size(rb) : 0;
+    if (room) /* after an OOM the budget may cut otherwise than buffers are made for */
+        mb->count = rbi_min(mb->count, room);
     rbi_assert(mb->count > 0 && mb->count <= rb->run.batch - first);
     rb->run.size = rbi_size_of(rb, first, mb->count);
     mb->attempt = attempts_of(rb, first);
@@ -300,8 +303,6 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
     if (out->flags & ~known)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
                          known);
-    if (out->resize && out->cost)
-        return rbi_error(REBATCH_E_INVALID, "ops.resize and ops.cost are both set: expected one");
     return REBATCH_OK;
 }
 

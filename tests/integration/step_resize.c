@@ -500,21 +500,3 @@ Test(step_resize, buffers_are_there_and_every_sample_counts_once_under_random_oo
 }
 
 /* ---- what is refused ---- */
-
-static uint64_t cost(size_t first, size_t count, void *user)
-{
-    (void)first;
-    (void)user;
-    return count;
-}
-
-Test(step_resize, together_with_a_cost_it_is_refused)
-{
-    struct trainer t;
-    open_trainer(&t, NULL, 80 * MIB);
-    rebatch_step_ops ops = ops_of(&t);
-    ops.cost = cost;
-    cr_expect_eq(rebatch_step(t.rb, &ops, 8, &t, NULL), REBATCH_E_INVALID);
-    cr_expect_str_eq(rebatch_last_error(), "ops.resize and ops.cost are both set: expected one");
-    close_trainer(&t);
-}
