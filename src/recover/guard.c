@@ -100,17 +100,22 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
 }
 
 /* What pressure callbacks free is free at once and for good, so what they do to guarded state is
- * too. */
+ * too. The session whose callback runs this step is told as well: its state may point there. */
 static void on_pressure(void *user, bool begins)
 {
     rebatch *rb = user;
+    const struct rbi_pool_pressure_watch *const outer = &rb->outer.watch;
     if (begins) {
+        if (outer->on_pressure)
+            outer->on_pressure(outer->user, true);
         (void)pthread_mutex_lock(&rb->changing);
         rbi_guards_begin_change(rb, RBI_CHANGE_PRESSURE);
-    } else {
-        rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
-        (void)pthread_mutex_unlock(&rb->changing);
+        return;
     }
+    rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
+    (void)pthread_mutex_unlock(&rb->changing);
+    if (outer->on_pressure)
+        outer->on_pressure(outer->user, false);
 }
 
 void rbi_guards_watch_pressure(rebatch *rb)
