@@ -752,8 +752,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_mutating_together(rebatch *rb);
  *  @param bytes  size of the state
  *  @param kind   host or device memory
  *  @return REBATCH_OK; REBATCH_OOM (copies of device state are allocated from the pool);
- *          REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 64 states are
- *          guarded, and for device memory of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
+ *          REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED for device memory
+ *          of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API_CHECKED rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                                  rebatch_guard_kind kind);
 
@@ -761,8 +761,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_guard(rebatch *rb, void *state, size_
  *  @param rb    the session
  *  @param ops   copied
  *  @param user  passed to the functions; borrowed until rebatch_close()
- *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 16 such
- *          states are guarded; REBATCH_E_INVALID */
+ *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_INVALID,
+ *          REBATCH_E_HOST_OOM */
 REBATCH_API_CHECKED rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops,
                                                       void *user);
 

@@ -169,21 +169,28 @@ bool rbi_guards_hold(const rebatch *rb, const void *address)
 }
 
 /* An OOM is no answer: nothing that could be taken back has run. */
-static rebatch_status check_saver(rebatch_status status, const char *function)
+static rebatch_status call_saver(const rebatch *rb, const struct rbi_saver *saver,
+                                 rebatch_guard_point point, bool restores)
 {
-    if (status != REBATCH_OOM)
-        return status;
-    return rbi_error(REBATCH_E_STATE,
-                     "%s of rebatch_guard_with() returned REBATCH_OOM: expected it to allocate "
-                     "its copies beforehand",
-                     function);
+    const char *const function = restores ? "restore" : "save";
+    const uint64_t changes = rbi_error_changes();
+    const rebatch_status status =
+        (restores ? saver->ops.restore : saver->ops.save)(point, saver->user);
+    if (status == REBATCH_OOM)
+        return rbi_error(REBATCH_E_STATE,
+                         "%s of rebatch_guard_with() returned REBATCH_OOM: expected it to allocate "
+                         "its copies beforehand",
+                         function);
+    if (status)
+        rbi_result_say_guard(rb, function, status, changes);
+    return status;
 }
 
 static rebatch_status call_saves(rebatch *rb, rebatch_guard_point point)
 {
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < rb->saver_count && !status; i++)
-        status = check_saver(rb->savers[i].ops.save(point, rb->savers[i].user), "save");
+        status = call_saver(rb, &rb->savers[i], point, false);
     return status;
 }
 
@@ -191,8 +198,7 @@ static rebatch_status call_restores(rebatch *rb, rebatch_guard_point point)
 {
     rebatch_status first = REBATCH_OK;
     for (size_t i = 0; i < rb->saver_count; i++) {
-        const rebatch_status status =
-            check_saver(rb->savers[i].ops.restore(point, rb->savers[i].user), "restore");
+        const rebatch_status status = call_saver(rb, &rb->savers[i], point, true);
         if (!first)
             first = status;
     }
@@ -259,6 +265,17 @@ void rbi_guards_release(rebatch *rb)
     for (size_t i = 0; i < rb->guard_count; i++)
         release(rb, &rb->guards[i]);
     rb->guard_count = 0;
+    rbi_heap_free(rb->guards);
+    rbi_heap_free(rb->savers);
+}
+
+/* `array` of `count` members with a place for one more; NULL: no host memory, and it stays as it is.
+ * It doubles, so there is a place unless the count is a power of two, or 0. */
+static void *with_place(void *array, size_t count, size_t size)
+{
+    if (count && !rbi_is_power_of_two(count))
+        return array;
+    return rbi_heap_resize(array, count ? 2 * count : 1, size);
 }
 
 static rebatch_status make_copy(rebatch *rb, void **out, size_t bytes, rebatch_guard_kind kind)
@@ -287,9 +304,10 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
     rebatch_status status = rbi_session_check_idle(rb, "rebatch_guard");
     if (status)
         return status;
-    if (rb->guard_count == RBI_MAX_GUARDS)
-        return rbi_error(REBATCH_E_UNSUPPORTED, "%d states are guarded already: the most there is",
-                         RBI_MAX_GUARDS);
+    struct rbi_guard *const guards = with_place(rb->guards, rb->guard_count, sizeof *guards);
+    if (!guards)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard %zu bytes", bytes);
+    rb->guards = guards;
     struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
     status = make_copy(rb, &guard.at_step, bytes, kind);
     if (!status)
@@ -302,7 +320,6 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
         release(rb, &guard);
         return status;
     }
-    rbi_assert(rb->guard_count < RBI_MAX_GUARDS);
     rb->guards[rb->guard_count++] = guard;
     return REBATCH_OK;
 }
@@ -322,10 +339,10 @@ rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops, voi
     status = rbi_session_check_idle(rb, "rebatch_guard_with");
     if (status)
         return status;
-    if (rb->saver_count == RBI_MAX_SAVERS)
-        return rbi_error(REBATCH_E_UNSUPPORTED,
-                         "%d states are guarded by functions already: the most there is",
-                         RBI_MAX_SAVERS);
+    struct rbi_saver *const savers = with_place(rb->savers, rb->saver_count, sizeof *savers);
+    if (!savers)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard state by functions");
+    rb->savers = savers;
     rb->savers[rb->saver_count++] = (struct rbi_saver){own, user};
     return REBATCH_OK;
 }

@@ -57,8 +57,6 @@ void rbi_budget_begin(rebatch *rb);
 
 /* ---- guards (guard.c) ---- */
 
-#define RBI_MAX_GUARDS 64
-
 struct rbi_guard {
     void *state; /* the user's */
     size_t bytes;
@@ -82,8 +80,6 @@ void rbi_guards_release(rebatch *rb);
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
 void rbi_guards_watch_pressure(rebatch *rb);
 void rbi_guards_unwatch_pressure(rebatch *rb);
-
-#define RBI_MAX_SAVERS 16
 
 /* State that functions save and restore. */
 struct rbi_saver {
@@ -282,6 +278,10 @@ rebatch_status rbi_result_check(const rebatch *rb, const struct rbi_call *call,
  * call is about that status, or the sentence was cleared. */
 void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb);
+/* The same for `function` of rebatch_guard_with(), "step 0: save of rebatch_guard_with() returned
+ * 1007"; `error_changes` is rbi_error_changes() when it began. */
+void rbi_result_say_guard(const rebatch *rb, const char *function, rebatch_status status,
+                          uint64_t error_changes);
 /* The callback succeeded, and `status` was in the device's last error. */
 void rbi_result_say_left(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
@@ -644,10 +644,10 @@ struct rebatch {
     /* what the program names */
     struct rbi_watched *watched;
     size_t watched_count;
-    struct rbi_guard guards[RBI_MAX_GUARDS];
+    struct rbi_guard *guards;
     size_t guard_count;
     rebatch_tag guard_tag;
-    struct rbi_saver savers[RBI_MAX_SAVERS];
+    struct rbi_saver *savers;
     size_t saver_count;
     pthread_mutex_t changing; /* held during pressure callbacks, and while guards copy */
 
