@@ -38,6 +38,7 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
         block->resident = 0;
     }
     rbi_pool_leave_use(block);
+    pool->has_freed_over_limit = pool->is_over_limit;
     block->late = rolled_back;
     if (RBI_UNLIKELY(block->planned)) {
         rbi_plan_discard(pool, block);

@@ -146,6 +146,8 @@ struct rebatch_pool {
     bool caching;
     bool fence;
     bool plain;                       /* caching && !fence */
+    bool is_over_limit;               /* more is reserved than the limit allows: it was lowered */
+    bool has_freed_over_limit;        /* and a block was freed since the lock was taken */
     bool has_space;                   /* pages are mapped into reserved addresses */
     size_t medium_bytes, large_bytes; /* where these zones begin; SIZE_MAX: there are none */
     uint64_t sequence;
@@ -250,13 +252,18 @@ static inline void rbi_pool_take_lock(rebatch_pool *pool)
     rbi_plan_leave(pool);
 }
 
-/* Ends a call of the pool. A check build (make CHECK=1) walks everything first, and aborts with the
+/* Gives cached memory back while more is reserved than the limit allows (limits.c). */
+void rbi_pool_keep_limit(rebatch_pool *pool);
+
+/* Ends a call of the pool; what was freed under a limit that was lowered goes back. A check build (make CHECK=1) walks everything first, and aborts with the
  * equation that does not hold (tests/invariants). */
 #ifdef RBI_CHECK
 void rbi_pool_check_state(const rebatch_pool *pool);
 #endif
 static inline void rbi_pool_give_lock(rebatch_pool *pool)
 {
+    if (RBI_UNLIKELY(pool->has_freed_over_limit))
+        rbi_pool_keep_limit(pool);
 #ifdef RBI_CHECK
     rbi_pool_check_state(pool);
 #endif

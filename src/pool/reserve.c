@@ -214,14 +214,7 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     rbi_pool_take_lock(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
-    const uint64_t reserved = rbi_vm_device_bytes(&pool->vm);
-    if (reserved > pool->limit_bytes) {
-        const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
-        const uint64_t excess = reserved - pool->limit_bytes;
-        size_t released;
-        /* The limit holds whether or not the device takes memory back; its error comes again. */
-        (void)rbi_pool_trim_cache(pool, cached > excess ? cached - excess : 0, NULL, &released);
-    }
+    rbi_pool_keep_limit(pool);
     rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
