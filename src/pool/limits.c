@@ -62,21 +62,6 @@ static size_t less(size_t bytes, size_t taken)
     return bytes > taken ? bytes - taken : 0;
 }
 
-void rbi_pool_keep_limit(rebatch_pool *pool)
-{
-    rbi_assert(rbi_lock_is_held(&pool->lock));
-    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
-    const size_t excess = less((size_t)rbi_vm_device_bytes(&pool->vm), pool->limit_bytes);
-    const size_t keep = rbi_max(less((size_t)cached, excess), pool->promised_bytes);
-    size_t released = 0;
-    pool->has_freed_over_limit = false;
-    /* The limit holds whether or not the device takes memory back; its error comes again. */
-    if (excess)
-        (void)rbi_pool_trim_cache(pool, keep, NULL, &released);
-    pool->asked_back_bytes += released;
-    pool->is_over_limit = rbi_vm_device_bytes(&pool->vm) > pool->limit_bytes;
-}
-
 size_t rbi_pool_overflow_room(const rebatch_pool *pool)
 {
     const size_t most = less(pool->overflow.most_bytes, (size_t)pool->vm.overflow.bytes);

@@ -40,18 +40,30 @@ static size_t unit_at(const char *state, size_t left)
     return (uintptr_t)state % word == 0 && left >= word ? word : 1;
 }
 
-static bool copies_know(const rebatch *rb, const void *address)
+static bool has_word(const void *state, size_t bytes, const void *address)
+{
+    for (size_t k = 0; k + sizeof address <= bytes; k += sizeof address)
+        if (memcmp((const char *)state + k, &address, sizeof address) == 0)
+            return true;
+    return false;
+}
+
+static bool copies_know(const rebatch *rb, const void *address, bool with_callback)
 {
     for (size_t i = 0; i < rb->guard_count; i++) {
-        const struct rbi_guard *guard = &rb->guards[i];
-        const char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
-        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
-        for (size_t k = 0; k < words * sizeof address; k += sizeof address)
-            if (memcmp(at_step + k, &address, sizeof address) == 0 ||
-                memcmp(at_attempt + k, &address, sizeof address) == 0)
-                return true;
+        const struct rbi_guard *const guard = &rb->guards[i];
+        if (guard->kind == REBATCH_GUARD_HOST &&
+            (has_word(guard->at_step, guard->bytes, address) ||
+             has_word(guard->at_attempt, guard->bytes, address) ||
+             (with_callback && has_word(guard->before_callback, guard->bytes, address))))
+            return true;
     }
     return false;
+}
+
+bool rbi_guards_bring_back(const rebatch *rb, const void *address)
+{
+    return copies_know(rb, address, true);
 }
 
 /* Where the step had changed the same word before, from a pointer to a block that it freed, nobody
@@ -62,7 +74,7 @@ static void replace(const rebatch *rb, char *copy, const char *now, const char *
     if (unit == sizeof lost && memcmp(copy, then, unit) != 0)
         memcpy(&lost, copy, unit);
     memcpy(copy, now, unit);
-    if (lost && !copies_know(rb, lost))
+    if (lost && !copies_know(rb, lost, false))
         rbi_scope_free_waiting(rb->pool, lost);
 }
 
@@ -220,14 +232,10 @@ rebatch_status rbi_guards_restore(rebatch *rb, rebatch_guard_point point)
 
 bool rbi_guards_know(const rebatch *rb, const void *address)
 {
-    for (size_t i = 0; i < rb->guard_count; i++) {
-        const struct rbi_guard *guard = &rb->guards[i];
-        const char *now = guard->state;
-        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
-        for (size_t k = 0; k < words; k++)
-            if (memcmp(now + k * sizeof address, &address, sizeof address) == 0)
-                return true;
-    }
+    for (size_t i = 0; i < rb->guard_count; i++)
+        if (rb->guards[i].kind == REBATCH_GUARD_HOST &&
+            has_word(rb->guards[i].state, rb->guards[i].bytes, address))
+            return true;
     return false;
 }
 

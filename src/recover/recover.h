@@ -76,6 +76,8 @@ enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
  * pressure callback within it has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
+/* While lighten or resize runs: whether a copy has a pointer to `address`, which may be put back. */
+bool rbi_guards_bring_back(const rebatch *rb, const void *address);
 void rbi_guards_release(rebatch *rb);
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
 void rbi_guards_watch_pressure(rebatch *rb);
@@ -234,14 +236,21 @@ struct rbi_buffers {
     void *user;
     bool is_new;    /* made in the step that runs */
     bool is_of_map; /* a map has made them, and no step has used them */
+    size_t found;   /* the size that the map has found; SIZE_MAX: none yet */
 };
 
 /* Takes them back where resize is to be called next, or is to be recorded: so that admission finds
  * their memory. */
 void rbi_resize_prepare(rebatch *rb, bool is_recorded);
 /* A map begins: buffers of training that it has the same resize for are its own, as large as they
- * are; without a resize, none are. */
+ * are, unless the limits ask for more; without a resize, none are. */
 void rbi_resize_begin_map(rebatch *rb);
+/* A step begins: where nothing is known of its size, it is that which a map has found for the same
+ * buffers. */
+void rbi_resize_begin_step(rebatch *rb);
+/* How many of their bytes are beyond the pool's limit, which was lowered, where there may be smaller
+ * ones; else 0. */
+uint64_t rbi_resize_excess(const rebatch *rb);
 /* Takes back those that are there, and calls resize. */
 rebatch_status rbi_resize_to(rebatch *rb, size_t size);
 /* The samples that the buffers in force are for: those that are there, or that resize is to be
@@ -430,6 +439,8 @@ rebatch_status rbi_samples_run(rebatch *rb);
 rebatch_status rbi_step_undo(rebatch *rb);
 /* Fills in what is known at the end of rb->run.report. */
 void rbi_step_report(rebatch *rb, rebatch_status status);
+/* The report, which may be NULL, of a call that runs nothing; `rb` may be NULL. */
+void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatch_status status);
 
 /* ---- what follows the samples (update.c) ---- */
 
@@ -528,6 +539,9 @@ rebatch_status rbi_lockstep_finish(rebatch *rb);
 
 /* ---- the session (session.c) ---- */
 
+/* So often a batch is made to run again as a whole, on purpose. */
+#define RBI_INJECTED_BATCHES 16
+
 /* An attempt that was not started. */
 struct rbi_refusal {
     size_t size; /* 0: the last attempt was started */
@@ -575,10 +589,12 @@ struct rbi_run {
     /* about OOMs */
     struct rbi_scope_use use; /* of the pool, by the last callback */
     struct rbi_failure failure;
-    size_t failed_count;  /* <= rb->failed_room */
-    size_t fitted;        /* the size that a prediction chose; 0: none did */
-    bool refitted;        /* which was chosen after one that did not hold */
-    uint32_t ooms_in_row; /* since something succeeded */
+    size_t failed_count; /* <= rb->failed_room */
+    uint32_t wasted;     /* OOMs that max_attempts bounds: those that were not made on purpose */
+    uint32_t batches_failed; /* on purpose, each of which runs the batch again as a whole */
+    size_t fitted;           /* the size that a prediction chose; 0: none did */
+    bool refitted;           /* which was chosen after one that did not hold */
+    uint32_t ooms_in_row;    /* since something succeeded */
     struct rbi_refusal refusal;
     bool is_refused_again; /* at the same size, with the same memory */
     uint32_t retries;      /* micro-batches of the step that ran once more at their size */
@@ -601,6 +617,7 @@ struct rbi_running {
 struct rbi_outer {
     struct rbi_pool_pressure_watch watch;
     unsigned residents;
+    bool overflow; /* its update's allocations must not fail */
 };
 
 /* Members live as long as the session, but for `run`, `callback` and `outer`. */
