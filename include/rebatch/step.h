@@ -185,8 +185,8 @@ typedef struct rebatch_map_ops {
     /** Optional. As rebatch_step_ops.resize. With the same function and the same `user` as the
      *  training step, `run` uses the step's buffers, and a call has no more samples than they are
      *  made for, unless the limits on the size ask for more. A first step after it begins with the
-     *  size that the map has found. With another one, the step's buffers are taken back, and made again in the next
-     *  step. NULL: `run` does not use any. */
+     *  size that the map has found. With another one, the step's buffers are taken back, and made
+     *  again in the next step. NULL: `run` does not use any. */
     rebatch_status (*resize)(size_t samples, void *user);
     size_t largest;  /**< most samples in one call; 0: all */
     const void *key; /**< the session learns a size for each key; NULL: for each `run` */
@@ -361,7 +361,8 @@ typedef struct rebatch_meter {
  *  chooses: at the start, after an OOM, by prediction, growth or probe. The last micro-batch of an
  *  effective batch has the remaining samples. Where the limits do not allow so few, the
  *  micro-batches before it become smaller, so that it is allowed, and are as few as can be: with
- *  micro_smallest 2, 33 samples of which 16 fit are 11 + 11 + 11. Only where no such cut exists may it be smaller. */
+ *  micro_smallest 2, 33 samples of which 16 fit are 11 + 11 + 11. Only where no such cut exists may
+ *  it be smaller. */
 typedef struct rebatch_options {
     size_t struct_size;        /**< sizeof(rebatch_options) */
     rebatch_pool_options pool; /**< options of the session's pool; with struct_size 0: defaults */

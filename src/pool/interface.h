@@ -91,9 +91,9 @@ void rbi_former_begin(rebatch_pool *pool, uint64_t owner);
 /* The call is over: its blocks are those from a sequence on that its scope takes in.
  * REBATCH_E_HOST_OOM: they cannot be made resident. */
 rebatch_status rbi_former_prepare(rebatch_pool *pool, uint64_t first_sequence);
-/* The call has failed: the frees that wait in its scope are carried out for good, and may come again
- * in the next call, but for those of blocks that `is_known`. It runs with the lock held, so it must
- * not call the pool. */
+/* The call has failed: the frees that wait in its scope are carried out for good, and may come
+ * again in the next call, but for those of blocks that `is_known`. That runs with the lock held, so
+ * it must not call the pool. */
 void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope scope,
                              bool (*is_known)(void *user, const void *address), void *user);
 /* Its blocks are resident; or it has failed, and they are yet to be taken back. Gives the first

@@ -1,5 +1,5 @@
-/* Owns a limit that is lowered while the pool is in use: what is cached goes back at once, and what is
- * in use as it is freed. Must not know what a limit is for. */
+/* Owns a limit that is lowered while the pool is in use: what is cached goes back at once, and what
+ * is in use as it is freed. Must not know what a limit is for. */
 #include "pool/pool.h"
 
 /* What is reserved of the device beyond the limit. */

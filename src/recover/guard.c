@@ -277,8 +277,8 @@ void rbi_guards_release(rebatch *rb)
     rbi_heap_free(rb->savers);
 }
 
-/* `array` of `count` members with a place for one more; NULL: no host memory, and it stays as it is.
- * It doubles, so there is a place unless the count is a power of two, or 0. */
+/* `array` of `count` members with a place for one more; NULL: no host memory, and it stays as it
+ * is. It doubles, so there is a place unless the count is a power of two, or 0. */
 static void *with_place(void *array, size_t count, size_t size)
 {
     if (count && !rbi_is_power_of_two(count))

@@ -76,7 +76,7 @@ enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
  * pressure callback within it has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
-/* While lighten or resize runs: whether a copy has a pointer to `address`, which may be put back. */
+/* While lighten or resize runs: whether a copy, which may be put back, has that pointer. */
 bool rbi_guards_bring_back(const rebatch *rb, const void *address);
 void rbi_guards_release(rebatch *rb);
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
@@ -248,8 +248,8 @@ void rbi_resize_begin_map(rebatch *rb);
 /* A step begins: where nothing is known of its size, it is that which a map has found for the same
  * buffers. */
 void rbi_resize_begin_step(rebatch *rb);
-/* How many of their bytes are beyond the pool's limit, which was lowered, where there may be smaller
- * ones; else 0. */
+/* How many of their bytes are beyond the pool's limit, which was lowered, where there may be
+ * smaller ones; else 0. */
 uint64_t rbi_resize_excess(const rebatch *rb);
 /* Takes back those that are there, and calls resize. */
 rebatch_status rbi_resize_to(rebatch *rb, size_t size);

@@ -182,8 +182,8 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 bool rbi_callback_is_running(const rebatch *rb);
 /* Whether what this thread does is the running callback's: also in a thread that has joined. */
 bool rbi_callback_includes_thread(const rebatch *rb);
-/* Whether a request of the callback that runs may be made to fail, so that the step still ends: what
- * is tried once more at its size has nothing smaller to try, as a rule, and a batch that each
+/* Whether a request of the callback that runs may be made to fail, so that the step still ends:
+ * what is tried once more at its size has nothing smaller to try, as a rule, and a batch that each
  * failure runs again as a whole comes to its end by chance alone. */
 bool rbi_callback_may_fail(const rebatch *rb);
 

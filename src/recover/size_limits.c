@@ -95,8 +95,8 @@ static bool is_sum(const rebatch_options *o, size_t count, size_t parts, size_t 
     return false;
 }
 
-/* The largest of the fewest sizes of the list, at most `size`, that are `left` samples together, where
- * they are fewer than `most`; 0: there are none. */
+/* The largest of the fewest sizes of the list, at most `size`, that are `left` samples together,
+ * where they are fewer than `most`; 0: there are none. */
 static size_t find_fewest(const rebatch_options *o, size_t size, size_t left, size_t most)
 {
     size_t largest = 0, nodes = MOST_NODES, count = 0;

@@ -387,7 +387,7 @@ static rebatch_status update_memory(struct storm *s)
     return use_scope(s);
 }
 
-/* Where an OOM tears an update, host memory serves it, unless calls of the device fail on purpose. */
+/* Where an OOM tears an update, host memory serves it, unless calls of the device fail. */
 static void check_overflow(struct storm *s, bool has_mutated, const char *what)
 {
     if (is_dirty(s, STORM_UPDATE, has_mutated) && !s->is_armed && !s->is_probing &&

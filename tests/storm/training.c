@@ -322,7 +322,7 @@ static void map(struct storm *s)
         storm_fail(s, "the map answered %s: %s", rebatch_status_name(status), rebatch_last_error());
     if (status == REBATCH_OK && s->map_next != count)
         storm_fail(s, "the map ran %zu samples of %zu", s->map_next, count);
-    /* Buffers of its own are as large as its size; a cut that is even has more than half of that. */
+    /* Buffers of its own are as large as its size; an even cut has more than half of that. */
     if (status == REBATCH_OK && count > 0 && report.ooms == 0 && s->of_map != &s->buffers &&
         s->plan.options.micro_allowed[0] == 0 && 2 * s->map_largest < report.micro_before)
         storm_fail(s, "a map of %zu whose size is %zu ran %zu samples at once at the most", count,

@@ -211,6 +211,18 @@ Test(recover_limits, without_a_list_or_a_multiple_micro_batches_are_as_even_as_c
         }
 }
 
+/* What bounds a map may be below, or above, all that the limits allow. */
+Test(recover_limits, a_bound_that_is_none_of_the_limits_is_kept)
+{
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.micro_smallest = 8;
+    o.micro_multiple_of = 1;
+    cr_assert_eq(rbi_even_size(&o, 3, 10), 3);
+    o.micro_smallest = 1;
+    o.micro_multiple_of = o.micro_largest = 4;
+    cr_assert_eq(rbi_even_size(&o, 6, 13), 6, "no multiple of 4 from 5 on is at most 4");
+}
+
 Test(recover_limits, a_rest_is_cut_where_each_part_is_allowed_and_else_runs_whole)
 {
     size_t cut = 0;
