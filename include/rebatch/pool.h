@@ -339,7 +339,8 @@ REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_byt
                                              size_t *released_bytes);
 
 /** Change the limit while the pool is in use. With a limit below the reserved memory, the pool
- *  returns as much cached memory to the device as it can. Thread-safe.
+ *  returns as much cached memory to the device as it can, and what is in use when it is freed,
+ *  until the limit holds; such a free waits for the streams' work. Thread-safe.
  *  @param pool         the pool
  *  @param limit_bytes  the most memory that the pool may reserve; 0: no limit
  *  @return REBATCH_OK, REBATCH_E_INVALID */

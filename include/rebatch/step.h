@@ -139,16 +139,21 @@ typedef struct rebatch_step_ops {
      *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
      *  rebatch takes it back before it calls resize for another size, so resize need not free it.
      *  It may: the first free of each old buffer's address within a call is ignored, also when a
-     *  new block has that address. The new block then stays until the next size, and the event
-     *  REBATCH_EVENT_LATE_FREE names it. rebatch also takes back what a call that fails has
-     *  allocated; then resize is called for a smaller size. Buffers keep their contents from one
+     *  new block has that address. The new block then stays until the next size; the event
+     *  REBATCH_EVENT_LATE_FREE names it where the call has freed fewer old buffers than it has made
+     *  new ones. rebatch also takes back what a call that fails has allocated; then resize is
+     *  called for a smaller size. Buffers that the program made before the first step may be freed
+     *  in resize as well: what a call frees of older memory stays freed when the call fails, unless
+     *  guarded state points to it. Buffers keep their contents from one
      *  callback to the next, but not across a call of resize. What resize changes in guarded host
      *  state stays changed. It may run again for the same size, in a probe and while `learn` is on,
      *  and must not call rebatch_mutating().
      *
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
-     *  memory. With `cost` the buffers are for as many samples as the budget allows in a
-     *  micro-batch of this effective batch, and micro-batches are cut by both. */
+     *  memory. So does a limit of the pool that is lowered below what it holds, when the next step
+     *  begins: it counts as an OOM in resize. With `cost` the buffers are for as many samples as
+     *  the budget allows in a micro-batch of this effective batch, and micro-batches are cut by
+     *  both. */
     rebatch_status (*resize)(size_t micro_batch, void *user);
     /** Required with rebatch_options.group, unless lockstep is on; otherwise not called. Sum the
      *  accumulators over all ranks. Without lockstep it is the only callback that may call
@@ -181,8 +186,9 @@ typedef struct rebatch_map_ops {
     rebatch_status (*run)(const rebatch_microbatch *samples, void *user);
     /** Optional. As rebatch_step_ops.resize. With the same function and the same `user` as the
      *  training step, `run` uses the step's buffers, and a call has no more samples than they are
-     *  made for. With another one, the step's buffers are taken back, and made again in the next
-     *  step. NULL: `run` does not use any. */
+     *  made for, unless the limits on the size ask for more. A first step after it begins with the
+     *  size that the map has found. With another one, the step's buffers are taken back, and made
+     *  again in the next step. NULL: `run` does not use any. */
     rebatch_status (*resize)(size_t samples, void *user);
     size_t largest;  /**< most samples in one call; 0: all */
     const void *key; /**< the session learns a size for each key; NULL: for each `run` */
@@ -356,8 +362,9 @@ typedef struct rebatch_meter {
  *  micro_multiple_of, and in the list micro_allowed. This applies to every size that rebatch
  *  chooses: at the start, after an OOM, by prediction, growth or probe. The last micro-batch of an
  *  effective batch has the remaining samples. Where the limits do not allow so few, the
- *  micro-batches before it become smaller, so that it is allowed: with micro_smallest 2, 33 samples
- *  of which 16 fit are 11 + 11 + 11. Only where no such cut exists may it be smaller. */
+ *  micro-batches before it become smaller, so that it is allowed, and are as few as can be: with
+ *  micro_smallest 2, 33 samples of which 16 fit are 11 + 11 + 11. Only where no such cut exists may
+ *  it be smaller. */
 typedef struct rebatch_options {
     size_t struct_size;        /**< sizeof(rebatch_options) */
     rebatch_pool_options pool; /**< options of the session's pool; with struct_size 0: defaults */
@@ -376,8 +383,8 @@ typedef struct rebatch_options {
     rebatch_toggle lighten;   /**< call the step's lighten when the smallest micro-batch does not
                                    fit; default on */
     uint32_t max_attempts;    /**< most failed attempts in one step, those that admission refuses
-                                   included, before it ends with REBATCH_E_EXHAUSTED; at most
-                                   65536; 0: 64 */
+                                   included and those that fail on purpose (rebatch run) not,
+                                   before it ends with REBATCH_E_EXHAUSTED; at most 65536; 0: 64 */
 
     rebatch_toggle growth; /**< grow the micro-batch again after steps without an OOM; default on */
     uint32_t grow_after;   /**< steps without an OOM before the micro-batch grows; at most
@@ -784,8 +791,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_mutating_together(rebatch *rb);
  *  @param bytes  size of the state
  *  @param kind   host or device memory
  *  @return REBATCH_OK; REBATCH_OOM (copies of device state are allocated from the pool);
- *          REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 64 states are
- *          guarded, and for device memory of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
+ *          REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED for device memory
+ *          of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API_CHECKED rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                                  rebatch_guard_kind kind);
 
@@ -805,8 +812,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_guard_sums(rebatch *rb, void *sums, s
  *  @param rb    the session
  *  @param ops   copied
  *  @param user  passed to the functions; borrowed until rebatch_close()
- *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 16 such
- *          states are guarded; REBATCH_E_INVALID */
+ *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_INVALID,
+ *          REBATCH_E_HOST_OOM */
 REBATCH_API_CHECKED rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops,
                                                       void *user);
 

@@ -18,8 +18,8 @@ static bool strikes(void *user, size_t bytes)
     if (!run->in_step || !rbi_callback_includes_thread(rb))
         return false;
     run->requests++;
-    if (rbi_callback_is_retry(rb) || !rbi_run_fails(&run->settings, run->requests))
-        return false; /* what runs once more has nothing smaller to try, as a rule */
+    if (!rbi_callback_may_fail(rb) || !rbi_run_fails(&run->settings, run->requests))
+        return false;
     run->injected++;
     run->last_struck = rbi_pool_oom_count(rebatch_get_pool(rb)) + 1;
     say(run); /* a program that does not survive it says nothing any more */
@@ -145,6 +145,14 @@ void rbi_inject_step_ended(struct rbi_run *run, const rebatch_step_report *repor
         run->steps++;
     }
     say(run);
+}
+
+void rbi_inject_map_ended(struct rbi_run *run, const rebatch_step_report *report)
+{
+    run->ooms += report->ooms;
+    run->lost_ns += report->lost_ns;
+    if (run->has_begun)
+        say(run);
 }
 
 void rbi_inject_end(const struct rbi_run *run)

@@ -57,6 +57,11 @@ static void probe_begins(void *user, const rebatch_step_ops *ops, size_t batch, 
         rbi_only_probe(run, ops, batch, step_user, options);
 }
 
+static void map_ended(void *user, const rebatch_step_report *report)
+{
+    rbi_inject_map_ended(user, report);
+}
+
 static void step_ended(void *user, const rebatch_step_report *report)
 {
     rbi_inject_step_ended(user, report);
@@ -94,6 +99,7 @@ rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options)
                                .step_begins = step_begins,
                                .probe_begins = probe_begins,
                                .step_ended = step_ended,
+                               .map_ended = map_ended,
                                .has_injected = has_injected,
                                .destroy = destroy,
                                .user = run};

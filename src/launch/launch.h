@@ -23,7 +23,7 @@ struct rbi_run {
     uint64_t last_struck;              /* the pool's count of failures with the last of them */
     uint64_t steps;                    /* that succeeded */
     uint64_t samples;                  /* in them */
-    uint64_t ooms;                     /* in them, injected or not */
+    uint64_t ooms;                     /* in steps and maps, injected or not */
     uint64_t redone_samples, lost_ns;
     uint64_t whole_limit_bytes; /* what a share of --shrink is one of; 0: not known yet */
     size_t next_shrink;
@@ -104,6 +104,8 @@ void rbi_probe_add_json(struct rbi_text *t, const struct rbi_probe_result *resul
 rebatch_status rbi_inject_begin(struct rbi_run *run);
 void rbi_inject_step_begins(struct rbi_run *run);
 void rbi_inject_step_ended(struct rbi_run *run, const rebatch_step_report *report);
+/* No request of a map is failed; its OOMs count. */
+void rbi_inject_map_ended(struct rbi_run *run, const rebatch_step_report *report);
 /* Says what came of it, once the session ends, where nobody else will. */
 void rbi_inject_end(const struct rbi_run *run);
 

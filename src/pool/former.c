@@ -44,6 +44,11 @@ void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block)
     add(&pool->former, block->address, pool->residents[block->resident].owner);
 }
 
+void rbi_former_note(rebatch_pool *pool, const void *address)
+{
+    add(&pool->former, address, pool->former.owner);
+}
+
 bool rbi_former_take(rebatch_pool *pool, const void *address)
 {
     struct rbi_former *const former = &pool->former;
@@ -75,13 +80,15 @@ void rbi_former_begin(rebatch_pool *pool, uint64_t owner)
     rbi_pool_give_lock(pool);
 }
 
-/* The blocks in use that the call has made, and those that are resident. */
+/* The blocks in use that the call has made, those that are resident, and those that wait to be free
+ * (rbi_former_finish_frees()). */
 static size_t count_blocks(const rebatch_pool *pool, uint64_t first_sequence)
 {
     size_t count = 0;
     const struct rbi_block *const ring = &pool->by_sequence;
     for (const struct rbi_block *b = ring->previous; b != ring; b = b->previous)
-        count += b->resident || (b->sequence >= first_sequence && !b->outside);
+        count += b->resident || (b->sequence >= first_sequence && !b->outside) ||
+                 b->state == RBI_BLOCK_DEFERRED;
     return count;
 }
 
@@ -111,6 +118,26 @@ static void keep_resident(rebatch_pool *pool)
     forget_owner(&pool->former);
 }
 
+/* Whether the block that is doubtful is new, and the call has freed as many old buffers as it has
+ * made new ones: then the frees were meant for the old ones. */
+static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence)
+{
+    size_t taken = 0, made = 0;
+    const void *const doubtful = pool->former.doubtful;
+    const struct rbi_block *const block =
+        doubtful ? rbi_table_find(&pool->heap.table, doubtful) : NULL;
+    if (!block || block->sequence < first_sequence)
+        return false;
+    for (size_t i = 0; i < pool->former.count; i++)
+        taken +=
+            pool->former.entries[i].owner == pool->former.owner && pool->former.entries[i].is_taken;
+    const struct rbi_block *const ring = &pool->by_sequence;
+    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
+         b = b->previous)
+        made += b->resident != 0;
+    return taken >= made;
+}
+
 /* The next call may find the pointers of before this one, and those of this one. */
 static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
 {
@@ -128,11 +155,11 @@ static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
 const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
 {
     rbi_lock_take(&pool->lock);
+    const void *const doubtful = has_freed_all(pool, first_sequence) ? NULL : pool->former.doubtful;
     if (has_failed)
         keep_all(pool, first_sequence);
     else
         keep_resident(pool);
-    const void *const doubtful = pool->former.doubtful;
     rbi_pool_give_lock(pool);
     return doubtful;
 }

@@ -104,13 +104,13 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
 }
 
 /* A resize frees what was taken back of it before. Another thread, and pressure, do not. */
-static bool is_of_former(rebatch_pool *pool, const void *pointer, bool is_live)
+static bool is_of_former(rebatch_pool *pool, const void *pointer, bool is_live, bool is_older)
 {
     struct rbi_former *const former = &pool->former;
     if (rbi_pool_is_other_thread(pool, pool->owner_thread) || rbi_pool_is_pressing(pool) ||
         !rbi_former_take(pool, pointer))
         return false;
-    if (is_live && !former->doubtful)
+    if (is_live && (!former->doubtful || is_older))
         former->doubtful = pointer;
     pool->stats.late_frees++;
     return true;
@@ -122,7 +122,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
     struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
-    if (RBI_UNLIKELY(pool->former.is_open) && is_of_former(pool, pointer, is_live))
+    if (RBI_UNLIKELY(pool->former.is_open) && is_of_former(pool, pointer, is_live, is_not_of_scope))
         return REBATCH_OK;
     if (!is_live) {
         if (!is_late(pool, block, pointer))
@@ -149,7 +149,7 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
         return status;
     rbi_lock_take(&pool->lock);
     const rebatch_status freed = free_locked(pool, pointer);
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
     return freed;
 }
 

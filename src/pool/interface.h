@@ -91,8 +91,13 @@ void rbi_former_begin(rebatch_pool *pool, uint64_t owner);
 /* The call is over: its blocks are those from a sequence on that its scope takes in.
  * REBATCH_E_HOST_OOM: they cannot be made resident. */
 rebatch_status rbi_former_prepare(rebatch_pool *pool, uint64_t first_sequence);
+/* The call has failed: the frees that wait in its scope are carried out for good, and may come
+ * again in the next call, but for those of blocks that `is_known`. That runs with the lock held, so
+ * it must not call the pool. */
+void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope scope,
+                             bool (*is_known)(void *user, const void *address), void *user);
 /* Its blocks are resident; or it has failed, and they are yet to be taken back. Gives the first
- * block in use whose free was ignored; NULL: none. */
+ * block in use whose free was ignored, where fewer were than the call has made; NULL: none. */
 const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed);
 /* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
@@ -127,8 +132,8 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 
 /* As rebatch_pool_allow_overflow(); to close it moves nothing. */
-void rbi_pool_open_overflow(rebatch_pool *pool);
-bool rbi_pool_close_overflow(rebatch_pool *pool); /* whether it was open */
+bool rbi_pool_open_overflow(rebatch_pool *pool);  /* whether it was open */
+bool rbi_pool_close_overflow(rebatch_pool *pool); /* the same */
 /* Moves what lies in host memory to the device, each page at its address, as long as `keep_bytes`
  * stay available there. It waits for all work of the device, where there is something to move. */
 rebatch_status rbi_pool_settle_overflow(rebatch_pool *pool, size_t keep_bytes);
@@ -137,6 +142,9 @@ struct rbi_overflow_use {
     uint64_t bytes, total_bytes;
 };
 void rbi_pool_overflow_use(struct rbi_overflow_use *out, rebatch_pool *pool);
+
+/* How much more it holds of the device than its limit, which was lowered, allows. */
+uint64_t rbi_pool_over_limit(rebatch_pool *pool);
 
 /* What bounds the pool now: its limit, or the device, where that has less left to give. */
 struct rbi_pool_bound {

@@ -10,11 +10,13 @@ bool rbi_overflow_is_open(const rebatch_pool *pool)
            !rbi_pool_is_other_thread(pool, pool->owner_thread);
 }
 
-void rbi_pool_open_overflow(rebatch_pool *pool)
+bool rbi_pool_open_overflow(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
+    const bool was_open = pool->overflow.is_open;
     pool->overflow.is_open = true;
     rbi_pool_give_lock(pool);
+    return was_open;
 }
 
 bool rbi_pool_close_overflow(rebatch_pool *pool)
@@ -49,7 +51,7 @@ rebatch_status rebatch_pool_allow_overflow(rebatch_pool *pool, bool may)
     if (status != REBATCH_OK)
         return status;
     if (may) {
-        rbi_pool_open_overflow(pool);
+        (void)rbi_pool_open_overflow(pool);
         return REBATCH_OK;
     }
     (void)rbi_pool_close_overflow(pool);

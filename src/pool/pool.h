@@ -102,7 +102,8 @@ struct rbi_former {
     size_t count, capacity;
     uint64_t owner;       /* of the call that runs, or ran last */
     bool is_open;         /* a call runs */
-    const void *doubtful; /* the first address in it that was freed late and is a block in use */
+    const void *doubtful; /* an address in it that was freed late and is a block in use: the last of
+                             an older block, else the first */
 };
 
 /* What of a session is resident. */
@@ -146,6 +147,7 @@ struct rebatch_pool {
     bool caching;
     bool fence;
     bool plain;                       /* caching && !fence */
+    bool is_over_limit;               /* more is reserved than the limit allows: it was lowered */
     bool has_space;                   /* pages are mapped into reserved addresses */
     size_t medium_bytes, large_bytes; /* where these zones begin; SIZE_MAX: there are none */
     uint64_t sequence;
@@ -267,6 +269,8 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
 
 /* A resident block is taken back. There is room for it. */
 void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block);
+/* Its resize has freed the block at an address, and may do so again. There is room for it. */
+void rbi_former_note(rebatch_pool *pool, const void *address);
 /* Whether an address is one that the call that runs may free late: it does so once. */
 bool rbi_former_take(rebatch_pool *pool, const void *address);
 /* It was freed late outside of such a call. */
@@ -498,6 +502,18 @@ static inline bool rbi_pool_is_pressing(const rebatch_pool *pool)
 
 /* How many callbacks of pools this thread is within: pressure, and writing a snapshot. */
 extern _Thread_local unsigned rbi_pool_callbacks;
+
+/* ---- a limit that was lowered (lower.c); with the lock held ---- */
+
+/* Gives cached memory back as long as more is reserved than the limit allows. */
+void rbi_pool_keep_limit(rebatch_pool *pool);
+/* What every call that frees ends with. */
+static inline void rbi_pool_end_free(rebatch_pool *pool)
+{
+    if (RBI_UNLIKELY(pool->is_over_limit))
+        rbi_pool_keep_limit(pool);
+    rbi_pool_give_lock(pool);
+}
 
 /* ---- the end of a block (free.c) ---- */
 

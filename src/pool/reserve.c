@@ -184,7 +184,7 @@ bool rbi_pool_is_caching(const rebatch_pool *pool)
     return pool->caching;
 }
 
-/* ---- limits ---- */
+/* ---- what is cached, and to be had ---- */
 
 rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *released_bytes)
 {
@@ -204,37 +204,6 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     if (released_bytes)
         *released_bytes = released;
     return status;
-}
-
-rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
-{
-    const rebatch_status status = rbi_pool_check(pool);
-    if (status != REBATCH_OK)
-        return status;
-    rbi_pool_take_lock(pool);
-    pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
-    pool->limit_permille = 0;
-    const uint64_t reserved = rbi_vm_device_bytes(&pool->vm);
-    if (reserved > pool->limit_bytes) {
-        const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
-        const uint64_t excess = reserved - pool->limit_bytes;
-        size_t released;
-        /* The limit holds whether or not the device takes memory back; its error comes again. */
-        (void)rbi_pool_trim_cache(pool, cached > excess ? cached - excess : 0, NULL, &released);
-    }
-    rbi_pool_give_lock(pool);
-    return REBATCH_OK;
-}
-
-void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)
-{
-    rebatch_memory_info info = {SIZE_MAX, 0, 0};
-    (void)rebatch_device_memory(pool->device, &info);
-    size_t limit = limit_bytes ? limit_bytes : SIZE_MAX;
-    if (limit_permille)
-        limit = rbi_min(limit, info.total_bytes / 1000 * limit_permille);
-    if (limit < rbi_pool_limit(pool, info.total_bytes))
-        (void)rebatch_pool_set_limit(pool, limit);
 }
 
 rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)

@@ -140,7 +140,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
         return status;
     rbi_lock_take(&pool->lock);
     status = commit_locked(pool, scope);
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
     return status;
 }
 
@@ -153,7 +153,7 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
     const size_t outside = open ? (size_t)(open - pool->scopes) : pool->depth;
     while (pool->depth > outside)
         commit_innermost(pool);
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
 }
 
 /* Where a free waits that no thread's own scope is to hold back: the innermost scope of all
@@ -226,7 +226,7 @@ static rebatch_status commit_innermost_past(rebatch_pool *pool, rebatch_scope ha
         commit_past(pool, scope, is_resident);
     else
         status = refuse_scope(handle);
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
     return status;
 }
 
@@ -270,7 +270,7 @@ void rbi_pool_free_resident(rebatch_pool *pool)
         rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
         finish_free(pool, b, true);
     }
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
 }
 
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool)
@@ -289,7 +289,29 @@ void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
         block = take_deferred(&pool->scopes[i], address);
     if (block)
         finish_free(pool, block, false);
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
+}
+
+void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope handle,
+                             bool (*is_known)(void *user, const void *address), void *user)
+{
+    rbi_pool_take_lock(pool);
+    struct rbi_scope *const scope = find_open(pool, handle);
+    struct rbi_block *block = scope ? scope->deferred : NULL;
+    if (scope)
+        scope->deferred = NULL;
+    while (block) {
+        struct rbi_block *const next = block->next_deferred;
+        block->next_deferred = NULL;
+        if (is_known(user, block->address)) {
+            rbi_scope_push_deferred(scope, block);
+        } else {
+            rbi_former_note(pool, block->address);
+            finish_free(pool, block, true);
+        }
+        block = next;
+    }
+    rbi_pool_end_free(pool);
 }
 
 void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
@@ -346,7 +368,7 @@ void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope)
         pool->heap.late.rollback++; /* as whose late frees are known */
         drop_blocks(pool, open, true);
     }
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
 }
 
 static void rollback_innermost(rebatch_pool *pool, bool is_told)
@@ -383,7 +405,7 @@ static rebatch_status roll_back(rebatch_pool *pool, rebatch_scope scope, bool is
     } else {
         status = refuse_scope(scope);
     }
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
     return status;
 }
 
@@ -479,6 +501,6 @@ rebatch_status rbi_scope_commit_phase(struct rbi_scope_use *out, rebatch_pool *p
     rbi_lock_take(&pool->lock);
     end_phase_locked(out, pool, scope);
     const rebatch_status status = commit_locked(pool, scope);
-    rbi_pool_give_lock(pool);
+    rbi_pool_end_free(pool);
     return status;
 }

@@ -18,25 +18,9 @@ bool rbi_callback_includes_thread(const rebatch *rb)
             rbi_pool_thread_has_joined(rb->pool));
 }
 
-bool rbi_callback_is_retry(const rebatch *rb)
+bool rbi_callback_may_fail(const rebatch *rb)
 {
-    return rb->run.retried_same;
-}
-
-rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
-{
-    if (!rb)
-        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
-    if (!rb->callback.is_running)
-        return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
-    if (rbi_meter_is_set(rb))
-        return rbi_memory_admit(rb, bytes);
-    if (rb->callback.is_updating && rbi_overflow_serves(rb, bytes) &&
-        rbi_pool_admit(rb->pool, bytes, rb->options.stream) == REBATCH_OOM) {
-        rbi_overflow_begin(rb);
-        return REBATCH_OK;
-    }
-    return rebatch_pool_reserve(rb->pool, bytes, rb->options.stream);
+    return !rb->run.retried_same && rb->run.batches_failed < RBI_INJECTED_BATCHES;
 }
 
 void rebatch_mutating(rebatch *rb)
@@ -111,6 +95,31 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
     return (rb->run.ops->flags & REBATCH_DECLARES_MUTATION) ||
            (which == RBI_FORWARD_BACKWARD && rbi_group_is_in_lockstep(rb)) ||
            rb->declares[which] == address_of(rb, which);
+}
+
+/* Host memory serves where the device has none: in an update that an OOM would tear, whatever else
+ * could be made smaller. */
+static bool host_serves(const rebatch *rb, size_t bytes)
+{
+    const bool is_torn = rb->callback.has_mutated || !declares(rb, RBI_OPTIMIZER);
+    return rb->callback.is_updating && (is_torn ? rebatch_pool_overflow_room(rb->pool) >= bytes
+                                                : rbi_overflow_serves(rb, bytes));
+}
+
+rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
+{
+    if (!rb)
+        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    if (!rb->callback.is_running)
+        return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
+    if (rbi_meter_is_set(rb))
+        return rbi_memory_admit(rb, bytes);
+    if (host_serves(rb, bytes) &&
+        rbi_pool_admit(rb->pool, bytes, rb->options.stream) == REBATCH_OOM) {
+        rbi_overflow_begin(rb);
+        return REBATCH_OK;
+    }
+    return rebatch_pool_reserve(rb->pool, bytes, rb->options.stream);
 }
 
 /* A callback has succeeded that said it would declare, and never did in this session. It may have
@@ -495,6 +504,11 @@ static rebatch_status commit_resize(rebatch *rb, rebatch_scope scope, rebatch_st
                : REBATCH_OK;
 }
 
+static bool may_come_back(void *user, const void *address)
+{
+    return rbi_guards_bring_back(user, address);
+}
+
 rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 {
     const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
@@ -511,6 +525,8 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
         status = find_swallowed(rb, &call);
     const uint64_t first_sequence = rbi_scope_first_sequence(rb->pool, scope);
     status = commit_resize(rb, scope, status, first_sequence);
+    if (status) /* the program has overwritten its pointers to what it freed */
+        rbi_former_finish_frees(rb->pool, scope, may_come_back, rb);
     const void *const doubtful = rbi_former_end(rb->pool, first_sequence, status != REBATCH_OK);
     if (status)
         status = give_up(rb, &call, scope, status, ooms);

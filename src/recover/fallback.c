@@ -12,7 +12,7 @@ static bool has_too_many_in_row(const rebatch *rb)
 
 static bool has_given_up(const rebatch *rb)
 {
-    return rb->run.report.ooms >= rb->options.max_attempts || has_too_many_in_row(rb) ||
+    return rb->run.wasted >= rb->options.max_attempts || has_too_many_in_row(rb) ||
            rb->run.is_refused_again;
 }
 
@@ -172,8 +172,8 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
 {
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
     const uint32_t refused = rb->run.report.ooms_in[REBATCH_PHASE_ADMISSION];
-    if (rb->run.report.ooms >= rb->options.max_attempts) {
-        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->run.report.ooms);
+    if (rb->run.wasted >= rb->options.max_attempts) {
+        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->run.wasted);
         if (refused)
             rbi_text_add(t, " (%u of them not started)", refused);
         rbi_text_add(t, ": raise max_attempts");
@@ -286,6 +286,13 @@ static void note_refusal(rebatch *rb)
     rb->run.refusal = now;
 }
 
+/* Failures on purpose are as many as somebody asks for. Whoever asks sees to it that the step ends;
+ * a check asks for all of them, and counts on the bounds. */
+static bool is_exempt(const rebatch *rb)
+{
+    return rb->run.failure.is_injected && !rb->drill;
+}
+
 static void count(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     note_refusal(rb);
@@ -293,7 +300,10 @@ static void count(rebatch *rb, const struct rbi_interrupted *interrupted)
     rb->run.report.ooms++;
     rb->run.report.ooms_in[rb->run.failure.phase]++;
     rb->run.report.lost_ns += interrupted->lost_ns;
-    rb->run.ooms_in_row += rb->run.failure.phase != REBATCH_PHASE_ADMISSION;
+    rb->run.batches_failed +=
+        rb->run.failure.is_injected && rb->run.failure.phase == REBATCH_PHASE_BACKWARD;
+    rb->run.wasted += !is_exempt(rb);
+    rb->run.ooms_in_row += rb->run.failure.phase != REBATCH_PHASE_ADMISSION && !is_exempt(rb);
     if (interrupted->mb && rb->run.failure.phase != REBATCH_PHASE_ADMISSION)
         rbi_need_learn_least(rb, rb->run.size, rb->run.failure.need_bytes);
 }

@@ -40,18 +40,30 @@ static size_t unit_at(const char *state, size_t left)
     return (uintptr_t)state % word == 0 && left >= word ? word : 1;
 }
 
-static bool copies_know(const rebatch *rb, const void *address)
+static bool has_word(const void *state, size_t bytes, const void *address)
+{
+    for (size_t k = 0; k + sizeof address <= bytes; k += sizeof address)
+        if (memcmp((const char *)state + k, &address, sizeof address) == 0)
+            return true;
+    return false;
+}
+
+static bool copies_know(const rebatch *rb, const void *address, bool with_callback)
 {
     for (size_t i = 0; i < rb->guard_count; i++) {
-        const struct rbi_guard *guard = &rb->guards[i];
-        const char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
-        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
-        for (size_t k = 0; k < words * sizeof address; k += sizeof address)
-            if (memcmp(at_step + k, &address, sizeof address) == 0 ||
-                memcmp(at_attempt + k, &address, sizeof address) == 0)
-                return true;
+        const struct rbi_guard *const guard = &rb->guards[i];
+        if (guard->kind == REBATCH_GUARD_HOST &&
+            (has_word(guard->at_step, guard->bytes, address) ||
+             has_word(guard->at_attempt, guard->bytes, address) ||
+             (with_callback && has_word(guard->before_callback, guard->bytes, address))))
+            return true;
     }
     return false;
+}
+
+bool rbi_guards_bring_back(const rebatch *rb, const void *address)
+{
+    return copies_know(rb, address, true);
 }
 
 /* Where the step had changed the same word before, from a pointer to a block that it freed, nobody
@@ -62,7 +74,7 @@ static void replace(const rebatch *rb, char *copy, const char *now, const char *
     if (unit == sizeof lost && memcmp(copy, then, unit) != 0)
         memcpy(&lost, copy, unit);
     memcpy(copy, now, unit);
-    if (lost && !copies_know(rb, lost))
+    if (lost && !copies_know(rb, lost, false))
         rbi_scope_free_waiting(rb->pool, lost);
 }
 
@@ -100,17 +112,22 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
 }
 
 /* What pressure callbacks free is free at once and for good, so what they do to guarded state is
- * too. */
+ * too. The session whose callback runs this step is told as well: its state may point there. */
 static void on_pressure(void *user, bool begins)
 {
     rebatch *rb = user;
+    const struct rbi_pool_pressure_watch *const outer = &rb->outer.watch;
     if (begins) {
+        if (outer->on_pressure)
+            outer->on_pressure(outer->user, true);
         (void)pthread_mutex_lock(&rb->changing);
         rbi_guards_begin_change(rb, RBI_CHANGE_PRESSURE);
-    } else {
-        rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
-        (void)pthread_mutex_unlock(&rb->changing);
+        return;
     }
+    rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
+    (void)pthread_mutex_unlock(&rb->changing);
+    if (outer->on_pressure)
+        outer->on_pressure(outer->user, false);
 }
 
 void rbi_guards_watch_pressure(rebatch *rb)
@@ -166,21 +183,28 @@ bool rbi_guards_hold(const rebatch *rb, const void *address)
 }
 
 /* An OOM is no answer: nothing that could be taken back has run. */
-static rebatch_status check_saver(rebatch_status status, const char *function)
+static rebatch_status call_saver(const rebatch *rb, const struct rbi_saver *saver,
+                                 rebatch_guard_point point, bool restores)
 {
-    if (status != REBATCH_OOM)
-        return status;
-    return rbi_error(REBATCH_E_STATE,
-                     "%s of rebatch_guard_with() returned REBATCH_OOM: expected it to allocate "
-                     "its copies beforehand",
-                     function);
+    const char *const function = restores ? "restore" : "save";
+    const uint64_t changes = rbi_error_changes();
+    const rebatch_status status =
+        (restores ? saver->ops.restore : saver->ops.save)(point, saver->user);
+    if (status == REBATCH_OOM)
+        return rbi_error(REBATCH_E_STATE,
+                         "%s of rebatch_guard_with() returned REBATCH_OOM: expected it to allocate "
+                         "its copies beforehand",
+                         function);
+    if (status)
+        rbi_result_say_guard(rb, function, status, changes);
+    return status;
 }
 
 static rebatch_status call_saves(rebatch *rb, rebatch_guard_point point)
 {
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < rb->saver_count && !status; i++)
-        status = check_saver(rb->savers[i].ops.save(point, rb->savers[i].user), "save");
+        status = call_saver(rb, &rb->savers[i], point, false);
     return status;
 }
 
@@ -188,8 +212,7 @@ static rebatch_status call_restores(rebatch *rb, rebatch_guard_point point)
 {
     rebatch_status first = REBATCH_OK;
     for (size_t i = 0; i < rb->saver_count; i++) {
-        const rebatch_status status =
-            check_saver(rb->savers[i].ops.restore(point, rb->savers[i].user), "restore");
+        const rebatch_status status = call_saver(rb, &rb->savers[i], point, true);
         if (!first)
             first = status;
     }
@@ -211,14 +234,10 @@ rebatch_status rbi_guards_restore(rebatch *rb, rebatch_guard_point point)
 
 bool rbi_guards_know(const rebatch *rb, const void *address)
 {
-    for (size_t i = 0; i < rb->guard_count; i++) {
-        const struct rbi_guard *guard = &rb->guards[i];
-        const char *now = guard->state;
-        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
-        for (size_t k = 0; k < words; k++)
-            if (memcmp(now + k * sizeof address, &address, sizeof address) == 0)
-                return true;
-    }
+    for (size_t i = 0; i < rb->guard_count; i++)
+        if (rb->guards[i].kind == REBATCH_GUARD_HOST &&
+            has_word(rb->guards[i].state, rb->guards[i].bytes, address))
+            return true;
     return false;
 }
 
@@ -258,6 +277,17 @@ void rbi_guards_release(rebatch *rb)
     for (size_t i = 0; i < rb->guard_count; i++)
         release(rb, &rb->guards[i]);
     rb->guard_count = 0;
+    rbi_heap_free(rb->guards);
+    rbi_heap_free(rb->savers);
+}
+
+/* `array` of `count` members with a place for one more; NULL: no host memory, and it stays as it
+ * is. It doubles, so there is a place unless the count is a power of two, or 0. */
+static void *with_place(void *array, size_t count, size_t size)
+{
+    if (count && !rbi_is_power_of_two(count))
+        return array;
+    return rbi_heap_resize(array, count ? 2 * count : 1, size);
 }
 
 static rebatch_status make_copy(rebatch *rb, void **out, size_t bytes, rebatch_guard_kind kind)
@@ -287,9 +317,10 @@ static rebatch_status guard_state(rebatch *rb, void *state, size_t bytes, rebatc
     rebatch_status status = rbi_session_check_idle(rb, "rebatch_guard");
     if (status)
         return status;
-    if (rb->guard_count == RBI_MAX_GUARDS)
-        return rbi_error(REBATCH_E_UNSUPPORTED, "%d states are guarded already: the most there is",
-                         RBI_MAX_GUARDS);
+    struct rbi_guard *const guards = with_place(rb->guards, rb->guard_count, sizeof *guards);
+    if (!guards)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard %zu bytes", bytes);
+    rb->guards = guards;
     struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
     status = make_copy(rb, &guard.at_step, bytes, kind);
     if (is_sums)
@@ -304,7 +335,6 @@ static rebatch_status guard_state(rebatch *rb, void *state, size_t bytes, rebatc
         release(rb, &guard);
         return status;
     }
-    rbi_assert(rb->guard_count < RBI_MAX_GUARDS);
     rb->guards[rb->guard_count++] = guard;
     return REBATCH_OK;
 }
@@ -334,10 +364,10 @@ rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops, voi
     status = rbi_session_check_idle(rb, "rebatch_guard_with");
     if (status)
         return status;
-    if (rb->saver_count == RBI_MAX_SAVERS)
-        return rbi_error(REBATCH_E_UNSUPPORTED,
-                         "%d states are guarded by functions already: the most there is",
-                         RBI_MAX_SAVERS);
+    struct rbi_saver *const savers = with_place(rb->savers, rb->saver_count, sizeof *savers);
+    if (!savers)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard state by functions");
+    rb->savers = savers;
     rb->savers[rb->saver_count++] = (struct rbi_saver){own, user};
     return REBATCH_OK;
 }

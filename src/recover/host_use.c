@@ -5,12 +5,11 @@
 void rbi_overflow_begin(rebatch *rb)
 {
     struct rbi_overflow_use use;
-    if (rbi_meter_is_set(rb))
+    if (rbi_meter_is_set(rb) || rbi_pool_open_overflow(rb->pool))
         return;
     rbi_pool_overflow_use(&use, rb->pool);
     rbi_assert(rb->callback.is_updating && use.total_bytes >= rb->run.report.overflow_bytes);
     rb->callback.overflow_before = use.total_bytes - rb->run.report.overflow_bytes;
-    rbi_pool_open_overflow(rb->pool);
 }
 
 void rbi_overflow_end(rebatch *rb)

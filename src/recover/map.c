@@ -103,8 +103,7 @@ rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count
     if (!status && count > 0)
         status = find(&map, rb, &own);
     if (status || count == 0) {
-        if (report)
-            report->status = status;
+        rbi_step_report_refused(report, rb, status);
         return status;
     }
     const rebatch_step_ops table = {.struct_size = sizeof table,
@@ -122,6 +121,8 @@ rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count
     rbi_step_report(rb, status);
     rbi_step_end(rb);
     swap_sizes(rb, map);
+    if (rb->launch.user)
+        rb->launch.map_ended(rb->launch.user, &rb->run.report);
     if (report)
         *report = rb->run.report;
     return status;

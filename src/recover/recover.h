@@ -60,8 +60,6 @@ void rbi_budget_begin(rebatch *rb);
 
 /* ---- guards (guard.c) ---- */
 
-#define RBI_MAX_GUARDS 64
-
 struct rbi_guard {
     void *state; /* the user's */
     size_t bytes;
@@ -81,12 +79,12 @@ enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
  * pressure callback within it has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
+/* While lighten or resize runs: whether a copy, which may be put back, has that pointer. */
+bool rbi_guards_bring_back(const rebatch *rb, const void *address);
 void rbi_guards_release(rebatch *rb);
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
 void rbi_guards_watch_pressure(rebatch *rb);
 void rbi_guards_unwatch_pressure(rebatch *rb);
-
-#define RBI_MAX_SAVERS 16
 
 /* State that functions save and restore. */
 struct rbi_saver {
@@ -244,14 +242,21 @@ struct rbi_buffers {
     void *user;
     bool is_new;    /* made in the step that runs */
     bool is_of_map; /* a map has made them, and no step has used them */
+    size_t found;   /* the size that the map has found; SIZE_MAX: none yet */
 };
 
 /* Takes them back where resize is to be called next, or is to be recorded: so that admission finds
  * their memory. */
 void rbi_resize_prepare(rebatch *rb, bool is_recorded);
 /* A map begins: buffers of training that it has the same resize for are its own, as large as they
- * are; without a resize, none are. */
+ * are, unless the limits ask for more; without a resize, none are. */
 void rbi_resize_begin_map(rebatch *rb);
+/* A step begins: where nothing is known of its size, it is that which a map has found for the same
+ * buffers. */
+void rbi_resize_begin_step(rebatch *rb);
+/* How many of their bytes are beyond the pool's limit, which was lowered, where there may be
+ * smaller ones; else 0. */
+uint64_t rbi_resize_excess(const rebatch *rb);
 /* Takes back those that are there, and calls resize. */
 rebatch_status rbi_resize_to(rebatch *rb, size_t size);
 /* The samples that the buffers in force are for: those that are there, or that resize is to be
@@ -301,6 +306,10 @@ rebatch_status rbi_result_check(const rebatch *rb, const struct rbi_call *call,
  * call is about that status, or the sentence was cleared. */
 void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb);
+/* The same for `function` of rebatch_guard_with(), "step 0: save of rebatch_guard_with() returned
+ * 1007"; `error_changes` is rbi_error_changes() when it began. */
+void rbi_result_say_guard(const rebatch *rb, const char *function, rebatch_status status,
+                          uint64_t error_changes);
 /* The callback succeeded, and `status` was in the device's last error. */
 void rbi_result_say_left(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
@@ -451,6 +460,8 @@ rebatch_status rbi_samples_run(rebatch *rb);
 rebatch_status rbi_step_undo(rebatch *rb);
 /* Fills in what is known at the end of rb->run.report. */
 void rbi_step_report(rebatch *rb, rebatch_status status);
+/* The report, which may be NULL, of a call that runs nothing; `rb` may be NULL. */
+void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatch_status status);
 
 /* ---- what follows the samples (update.c) ---- */
 
@@ -549,6 +560,9 @@ rebatch_status rbi_lockstep_finish(rebatch *rb);
 
 /* ---- the session (session.c) ---- */
 
+/* So often a batch is made to run again as a whole, on purpose. */
+#define RBI_INJECTED_BATCHES 16
+
 /* An attempt that was not started. */
 struct rbi_refusal {
     size_t size; /* 0: the last attempt was started */
@@ -598,10 +612,12 @@ struct rbi_run {
     /* about OOMs */
     struct rbi_scope_use use; /* of the pool, by the last callback */
     struct rbi_failure failure;
-    size_t failed_count;  /* <= rb->failed_room */
-    size_t fitted;        /* the size that a prediction chose; 0: none did */
-    bool refitted;        /* which was chosen after one that did not hold */
-    uint32_t ooms_in_row; /* since something succeeded */
+    size_t failed_count; /* <= rb->failed_room */
+    uint32_t wasted;     /* OOMs that max_attempts bounds: those that were not made on purpose */
+    uint32_t batches_failed; /* on purpose, each of which runs the batch again as a whole */
+    size_t fitted;           /* the size that a prediction chose; 0: none did */
+    bool refitted;           /* which was chosen after one that did not hold */
+    uint32_t ooms_in_row;    /* since something succeeded */
     struct rbi_refusal refusal;
     bool is_refused_again; /* at the same size, with the same memory */
     uint32_t retries;      /* micro-batches of the step that ran once more at their size */
@@ -624,6 +640,7 @@ struct rbi_running {
 struct rbi_outer {
     struct rbi_pool_pressure_watch watch;
     unsigned residents;
+    bool overflow; /* its update's allocations must not fail */
 };
 
 /* Members live as long as the session, but for `run`, `callback` and `outer`. */
@@ -669,10 +686,10 @@ struct rebatch {
     /* what the program names */
     struct rbi_watched *watched;
     size_t watched_count;
-    struct rbi_guard guards[RBI_MAX_GUARDS];
+    struct rbi_guard *guards;
     size_t guard_count;
     rebatch_tag guard_tag;
-    struct rbi_saver savers[RBI_MAX_SAVERS];
+    struct rbi_saver *savers;
     size_t saver_count;
     pthread_mutex_t changing; /* held during pressure callbacks, and while guards copy */
 

@@ -50,14 +50,28 @@ size_t rbi_resize_size(const rebatch *rb)
 
 void rbi_resize_begin_map(rebatch *rb)
 {
-    const bool is_shared =
-        rb->run.ops->resize && !rb->buffers.is_of_map && is_there(rb) && is_of_step(rb);
+    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), rb->run.batch);
+    const bool is_shared = rb->run.ops->resize && !rb->buffers.is_of_map && is_there(rb) &&
+                           is_of_step(rb) && rb->buffers.size >= least;
     rb->run.buffers_are_fixed = !rb->run.ops->resize || is_shared;
     if (is_shared)
         rb->run.most = rbi_min(rb->run.most, rb->buffers.size);
     if (is_shared != rb->sizes.shares_buffers) /* what was learned counted them, or did not */
         rbi_need_forget(rb);
     rb->sizes.shares_buffers = is_shared;
+}
+
+void rbi_resize_begin_step(rebatch *rb)
+{
+    const bool is_unknown = rb->sizes.micro == SIZE_MAX && !rb->run.ops->cost;
+    if (rb->buffers.is_of_map && is_unknown && is_there(rb) && is_of_step(rb))
+        rb->sizes.micro = rb->buffers.found;
+}
+
+uint64_t rbi_resize_excess(const rebatch *rb)
+{
+    const bool can_shrink = is_there(rb) && rbi_round_size(&rb->options, rb->buffers.size - 1) > 0;
+    return can_shrink ? rbi_min(rbi_pool_over_limit(rb->pool), rb->buffers.bytes) : 0;
 }
 
 void rbi_resize_release(rebatch *rb)
@@ -87,7 +101,8 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
                                        .resize = rb->run.ops->resize,
                                        .user = rb->run.user,
                                        .is_new = true,
-                                       .is_of_map = rb->run.samples_callback == RBI_MAP};
+                                       .is_of_map = rb->run.samples_callback == RBI_MAP,
+                                       .found = rb->sizes.micro};
     return REBATCH_OK;
 }
 
@@ -103,7 +118,7 @@ rebatch_status rbi_resize_ready(rebatch *rb)
     rbi_cut_survey(rb);
     if (is_due(rb))
         return rbi_resize_to(rb, due_size(rb));
-    if (rb->run.samples_callback != RBI_MAP)
+    if (rb->run.ops->resize && rb->run.samples_callback != RBI_MAP)
         rb->buffers.is_of_map = false; /* a step has taken them over */
     return REBATCH_OK;
 }

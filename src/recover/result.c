@@ -65,13 +65,30 @@ static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status s
     (void)rbi_error(status, "%s", text);
 }
 
+/* Whether what was said since is about that status, or the sentence was cleared. */
+static bool is_said(rebatch_status status, uint64_t error_changes)
+{
+    return rbi_error_changes() != error_changes &&
+           (rebatch_last_status() == status || rebatch_last_error()[0] == '\0');
+}
+
 void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb)
 {
-    const bool is_changed = rbi_error_changes() != call->error_changes;
-    const bool is_said = rebatch_last_status() == status || rebatch_last_error()[0] == '\0';
-    if (!is_changed || !is_said)
+    if (!is_said(status, call->error_changes))
         say(rb, call, status, verb, status, "");
+}
+
+void rbi_result_say_guard(const rebatch *rb, const char *function, rebatch_status status,
+                          uint64_t error_changes)
+{
+    char text[128];
+    struct rbi_text t = {text, sizeof text, 0};
+    if (is_said(status, error_changes))
+        return;
+    rbi_text_add(&t, "step %" PRIu64 ": %s of rebatch_guard_with() returned ", rb->step, function);
+    add_status(&t, status);
+    (void)rbi_error(status, "%s", text);
 }
 
 void rbi_result_say_left(const rebatch *rb, const struct rbi_call *call, rebatch_status status)

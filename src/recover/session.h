@@ -182,8 +182,10 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 bool rbi_callback_is_running(const rebatch *rb);
 /* Whether what this thread does is the running callback's: also in a thread that has joined. */
 bool rbi_callback_includes_thread(const rebatch *rb);
-/* Whether the callback that runs is tried once more at its size. */
-bool rbi_callback_is_retry(const rebatch *rb);
+/* Whether a request of the callback that runs may be made to fail, so that the step still ends:
+ * what is tried once more at its size has nothing smaller to try, as a rule, and a batch that each
+ * failure runs again as a whole comes to its end by chance alone. */
+bool rbi_callback_may_fail(const rebatch *rb);
 
 /* ---- the buffers of the micro-batch's size (resize.c) ---- */
 
@@ -290,6 +292,7 @@ struct rbi_launch {
     void (*probe_begins)(void *user, const rebatch_step_ops *ops, size_t batch, void *step_user,
                          const struct rebatch_probe_options *options);
     void (*step_ended)(void *user, const rebatch_step_report *report);
+    void (*map_ended)(void *user, const rebatch_step_report *report);
     /* Whether the pool's last failure was injected. */
     bool (*has_injected)(const void *user);
     void (*destroy)(void *user);

@@ -72,6 +72,54 @@ static size_t find_even(const rebatch_options *o, size_t size, size_t left, bool
     }
 }
 
+/* So many nodes are looked at: what is not found then is not worth the time. */
+#define MOST_NODES 4096
+
+/* Whether `left` is the sum of `parts` sizes of the list, of its first `count`. Of the first sum
+ * that is found, *largest is the largest size. */
+static bool is_sum(const rebatch_options *o, size_t count, size_t parts, size_t left,
+                   size_t *largest, size_t *nodes)
+{
+    if (parts == 0 || count == 0 || *nodes == 0)
+        return parts == 0 && left == 0;
+    --*nodes;
+    const size_t size = o->micro_allowed[count - 1];
+    if (parts < left / size + (left % size != 0))
+        return false; /* not even with the largest alone */
+    const bool is_usable = is_multiple(o, size) && size >= o->micro_smallest;
+    for (size_t n = is_usable ? rbi_min(parts, left / size) + 1 : 1; n-- > 0 && *nodes > 0;)
+        if (is_sum(o, count - 1, parts - n, left - n * size, largest, nodes)) {
+            *largest = n ? size : *largest;
+            return true;
+        }
+    return false;
+}
+
+/* The largest of the fewest sizes of the list, at most `size`, that are `left` samples together,
+ * where they are fewer than `most`; 0: there are none. */
+static size_t find_fewest(const rebatch_options *o, size_t size, size_t left, size_t most)
+{
+    size_t largest = 0, nodes = MOST_NODES, count = 0;
+    while (count < allowed_count(o) && o->micro_allowed[count] <= size)
+        count++;
+    for (size_t n = left / size + (left % size != 0); count > 0 && n < most && nodes > 0; n++)
+        if (is_sum(o, count, n, left, &largest, &nodes))
+            return largest;
+    return 0;
+}
+
+/* The first of micro-batches of allowed sizes that are `left` samples together: as few as there can
+ * be, and then as even; 0: there are none. */
+static size_t find_whole(const rebatch_options *o, size_t size, size_t left)
+{
+    const size_t even = find_even(o, size, left, true);
+    const size_t fewest =
+        o->micro_allowed[0]
+            ? find_fewest(o, size, left, even ? left / even + (left % even != 0) : SIZE_MAX)
+            : 0;
+    return fewest ? fewest : even;
+}
+
 bool rbi_ends_short(const rebatch_options *o, size_t size, size_t left)
 {
     rbi_assert(size > 0);
@@ -87,7 +135,7 @@ size_t rbi_even_size(const rebatch_options *o, size_t size, size_t left)
         return size; /* which is none of the limits': a map's bound is below them */
     if (o->micro_allowed[0] == 0 && o->micro_multiple_of == 1)
         return share; /* any two sizes may differ by one */
-    size_t even = find_even(o, size, left, true);
+    size_t even = find_whole(o, size, left);
     if (!even && left % size >= o->micro_smallest)
         return size;
     if (!even)
@@ -101,7 +149,7 @@ size_t rbi_rest_size(const rebatch_options *o, size_t left)
     const size_t size = rbi_round_size(o, left);
     if (size == 0 || size == left)
         return left;
-    const size_t even = rbi_ends_short(o, size, left) ? find_even(o, size, left, true) : size;
+    const size_t even = rbi_ends_short(o, size, left) ? find_whole(o, size, left) : size;
     return even ? even : left;
 }
 

@@ -351,6 +351,7 @@ void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
     const unsigned turn = rbi_residents_enter(rb->pool, rb->residents);
     if (turn != rb->residents || !rb->residents) /* else it has begun already */
         rb->outer.residents = turn;
+    rb->outer.overflow |= rbi_pool_close_overflow(rb->pool);
 }
 
 void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
@@ -373,6 +374,9 @@ void rbi_step_end(rebatch *rb)
     rb->run.samples_callback = RBI_FORWARD_BACKWARD;
     rb->run.buffers_are_fixed = false;
     (void)rbi_residents_enter(rb->pool, rb->outer.residents);
+    if (rb->outer.overflow)
+        (void)rbi_pool_open_overflow(rb->pool);
+    rb->outer.overflow = false;
     rbi_guards_unwatch_pressure(rb);
 }
 
@@ -380,6 +384,19 @@ void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
 {
     if (rbi_pool_oom_count(rb->pool) != rb->run.pool_ooms)
         rbi_pool_last_own_oom(out, rb->pool);
+}
+
+/* Buffers that are there hold no call back, so a limit that was lowered is as an OOM in resize. */
+static rebatch_status fit_buffers(rebatch *rb)
+{
+    const uint64_t excess = rbi_resize_excess(rb), held = rb->buffers.bytes;
+    if (excess == 0)
+        return REBATCH_OK;
+    rb->run.failure = (struct rbi_failure){
+        .phase = REBATCH_PHASE_RESIZE, .need_bytes = held, .available_bytes = held - excess};
+    const rebatch_status status = rbi_fallback_next(rb, &(struct rbi_interrupted){.mb = NULL});
+    rbi_resize_release(rb);
+    return status;
 }
 
 /* A step that failed is a step that did not happen, as far as that is in our hands. */
@@ -392,6 +409,8 @@ static rebatch_status run(rebatch *rb)
     status = rbi_step_open_scope(rb);
     const bool is_open = !status;
     if (is_open)
+        status = fit_buffers(rb);
+    if (!status)
         status = rbi_zero_grad_run(rb);
     if (status && rbi_group_is_in_lockstep(rb))
         status = rbi_lockstep_choose(rb, status); /* the others are about to */
@@ -461,6 +480,13 @@ void rbi_step_report(rebatch *rb, rebatch_status status)
     rbi_step_get_oom(&report->oom, rb);
 }
 
+void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatch_status status)
+{
+    if (out)
+        *out = (rebatch_step_report){
+            .step = rb ? rb->step : 0, .status = status, .lighten_level = rb ? rb->lighten : 0};
+}
+
 static rebatch_status check_group(const rebatch *rb, const rebatch_step_ops *ops)
 {
     const bool is_in_lockstep = rbi_group_is_in_lockstep(rb);
@@ -485,13 +511,14 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
     if (status && rb && !rb->run.ops)
         status = rbi_vote_begin(rb, status); /* the other ranks wait for this one */
     if (status) {
-        if (report)
-            report->status = status;
+        rbi_step_report_refused(report, rb, status);
         return status;
     }
     if (rb->launch.user)
         rb->launch.step_begins(rb->launch.user, &own, batch, user);
     rbi_step_begin(rb, &own, batch, user);
+    rbi_resize_begin_step(rb);
+    rb->run.report.micro_before = rbi_micro_size(rb, batch);
     status = run(rb);
     if (status == REBATCH_OK)
         succeed(rb);

@@ -95,6 +95,50 @@ Test(launch, what_was_reserved_does_not_fail)
     rig_close(&rig);
 }
 
+/* As many fail as somebody asks for, and the step still ends. */
+Test(launch, failures_on_purpose_do_not_count_as_attempts_in_vain)
+{
+    struct rig rig;
+    rebatch_step_report report;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.max_attempts = options.max_ooms_in_row = 2;
+    setenv("REBATCH_RUN_OOM_CHANCE", "100%", 1);
+    rig_open(&rig, &options);
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 300, &rig, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_expect_eq(rig.counted, 300);
+    cr_expect_gt(report.ooms, 300);
+    rig_close(&rig);
+}
+
+static rebatch_status add_first(const rebatch_microbatch *mb, void *user)
+{
+    struct rig *rig = user;
+    void *block;
+    rig->counted += (unsigned)mb->count;
+    const rebatch_status status = rebatch_pool_alloc(&block, mb->pool, MIB, mb->stream, 0);
+    return status ? status : rebatch_pool_free(mb->pool, block);
+}
+
+/* Each failure runs the whole batch again, which hardly ever comes to its end by chance. */
+Test(launch, nor_do_they_run_a_batch_again_for_ever)
+{
+    struct rig rig;
+    rebatch_step_report report;
+    rebatch_step_ops own = ops;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    own.forward_backward = add_first;
+    own.flags = 0;
+    options.micro_start = 1;
+    setenv("REBATCH_RUN_OOM_CHANCE", "50%", 1);
+    rig_open(&rig, &options);
+    cr_assert_eq(rebatch_step(rig.rb, &own, 300, &rig, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_expect_eq(rig.counted, 300);
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_BACKWARD], 16);
+    rig_close(&rig);
+}
+
 Test(launch, a_failure_says_that_it_was_injected)
 {
     struct rig rig;

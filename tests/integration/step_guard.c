@@ -1,5 +1,6 @@
 /* Owns the tests of rebatch_guard(): state that is put back when work is thrown away.
  * Must not know more of the library than its public headers say. */
+#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
@@ -262,18 +263,114 @@ Test(step_guard, device_state_is_saved_and_put_back_in_the_streams_order)
 
 /* ---- many, and bad ones ---- */
 
-Test(step_guard, sixty_four_states_can_be_guarded_and_no_more)
+enum { MANY = 300 };
+
+struct many {
+    rebatch *rb;
+    uint32_t states[MANY], by_functions[MANY], saved[MANY];
+    size_t calls; /* of forward_backward */
+};
+
+static struct many *many;
+
+static rebatch_status save_one(rebatch_guard_point point, void *user)
 {
+    const size_t i = (size_t)((uint32_t *)user - many->by_functions);
+    if (point == REBATCH_GUARD_STEP)
+        many->saved[i] = many->by_functions[i];
+    return REBATCH_OK;
+}
+
+static rebatch_status restore_one(rebatch_guard_point point, void *user)
+{
+    const size_t i = (size_t)((uint32_t *)user - many->by_functions);
+    if (point == REBATCH_GUARD_STEP)
+        many->by_functions[i] = many->saved[i];
+    return REBATCH_OK;
+}
+
+static rebatch_status nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status change_all_and_fail(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    (void)user;
+    for (size_t i = 0; i < MANY; i++)
+        many->states[i]++, many->by_functions[i]++;
+    many->calls++;
+    return REBATCH_E_USER;
+}
+
+/* A network guards several states of each layer. */
+Test(step_guard, any_number_of_states_can_be_guarded)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = nothing,
+                                  .forward_backward = change_all_and_fail,
+                                  .optimizer_step = nothing};
+    rebatch_device *device;
+    many = calloc(1, sizeof *many);
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(4), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&many->rb, device, NULL), REBATCH_OK);
+    for (size_t i = 0; i < MANY; i++) {
+        const rebatch_guard_ops functions = {sizeof functions, save_one, restore_one};
+        many->states[i] = many->by_functions[i] = (uint32_t)i;
+        cr_assert_eq(
+            rebatch_guard(many->rb, &many->states[i], sizeof *many->states, REBATCH_GUARD_HOST),
+            REBATCH_OK, "%zu: %s", i, rebatch_last_error());
+        cr_assert_eq(rebatch_guard_with(many->rb, &functions, &many->by_functions[i]), REBATCH_OK,
+                     "%zu: %s", i, rebatch_last_error());
+    }
+    cr_assert_eq(rebatch_step(many->rb, &ops, 4, NULL, NULL), REBATCH_E_USER);
+    cr_expect_eq(many->calls, 1);
+    for (size_t i = 0; i < MANY; i++) {
+        cr_expect_eq(many->states[i], i);
+        cr_expect_eq(many->by_functions[i], i);
+    }
+    rebatch_close(many->rb);
+    rebatch_device_close(device);
+    free(many);
+}
+
+static bool guard_fails_to_save, guard_has_said;
+
+static rebatch_status save_or_fail(rebatch_guard_point point, void *user)
+{
+    (void)point;
+    (void)user;
+    if (guard_fails_to_save && guard_has_said) /* what a call of the library fails with */
+        return rebatch_guard(NULL, &guard_has_said, 1, REBATCH_GUARD_HOST);
+    return guard_fails_to_save ? REBATCH_E_USER + 77 : REBATCH_OK;
+}
+
+static rebatch_status fail_to_restore(rebatch_guard_point point, void *user)
+{
+    (void)point;
+    (void)user;
+    return REBATCH_E_USER + 78;
+}
+
+Test(step_guard, a_guard_function_that_fails_is_named)
+{
+    const rebatch_guard_ops functions = {sizeof functions, save_or_fail, fail_to_restore};
     struct rig rig;
     rig_open(&rig, MIB(64), NULL);
-    uint32_t states[65] = {0};
-    for (size_t i = 0; i < 64; i++)
-        cr_assert_eq(rebatch_guard(rig.rb, &states[i], sizeof states[i], REBATCH_GUARD_HOST),
-                     REBATCH_OK);
-    cr_assert_eq(rebatch_guard(rig.rb, &states[64], sizeof states[64], REBATCH_GUARD_HOST),
-                 REBATCH_E_UNSUPPORTED);
-    cr_assert(strstr(rebatch_last_error(), "64"), "the text is: %s", rebatch_last_error());
+    cr_assert_eq(rebatch_guard_with(rig.rb, &functions, NULL), REBATCH_OK);
     cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    guard_fails_to_save = true;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_USER + 77);
+    cr_expect_str_eq(rebatch_last_error(), "step 1: save of rebatch_guard_with() returned 1077");
+    guard_has_said = true;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_INVALID);
+    cr_expect_str_eq(rebatch_last_error(), "rb is NULL", "its own sentence stays");
+    guard_fails_to_save = false;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_USER + 78);
+    cr_expect_str_eq(rebatch_last_error(), "step 1: restore of rebatch_guard_with() returned 1078");
     rig_close(&rig);
 }
 

@@ -206,6 +206,7 @@ static void resize_often(struct trainer *t)
     }
 }
 
+/* What frees as many old buffers as it makes has nothing doubtful about it. */
 static void resize_in_all_manners(bool is_guarded)
 {
     for (int backwards = 0; backwards < 2; backwards++)
@@ -216,6 +217,7 @@ static void resize_in_all_manners(bool is_guarded)
                 cr_assert_eq(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST),
                              REBATCH_OK);
             resize_often(&t);
+            cr_expect_str_eq(told, "", "manner %d", manner);
             close_session();
         }
 }
@@ -345,5 +347,66 @@ Test(step_late_frees, a_new_block_is_freed_once_the_old_one_was)
         cr_expect_eq(live_bytes(), batch * MIB, "%zu bytes", (size_t)live_bytes());
     }
     cr_expect_str_eq(told, "");
+    close_session();
+}
+
+/* ---- buffers of before the first step ---- */
+
+static void make_before(struct trainer *t)
+{
+    for (size_t i = 0; i < BUFFERS; i++)
+        t->buffers[i] = allocate(bytes_of(1, i), mark_of(t, i));
+    t->room = 1;
+}
+
+/* Each old buffer is freed, and its new one does not fit: that free is not undone, as nobody knows
+ * the old address any more. */
+Test(step_late_frees, buffers_made_before_the_first_step_may_be_freed_in_resize)
+{
+    for (int backwards = 0; backwards < 2; backwards++)
+        for (int manner = FREES_FIRST; manner <= FREES_EACH_AFTER; manner++) {
+            struct trainer t = {.manner = (enum manner)manner, .backwards = backwards};
+            open_session(8 * MIB);
+            make_before(&t);
+            expect_step(&t, 64);
+            cr_expect_eq(t.room, 4);
+            cr_expect_eq(live_bytes(), buffer_bytes(4), "manner %d: %zu bytes", manner,
+                         (size_t)live_bytes());
+            resize_often(&t);
+            close_session();
+        }
+}
+
+/* So it is where resize fails for good; and a later step makes all of them. */
+Test(step_late_frees, what_resize_frees_stays_freed_when_it_fails)
+{
+    struct trainer t = {.manner = FREES_EACH_BEFORE, .fails_at = 2};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.max_attempts = 1;
+    cr_assert_eq(rebatch_device_open_host(&device, 400 * MIB, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    make_before(&t);
+    cr_assert_eq(step(&t, 8), REBATCH_E_EXHAUSTED);
+    cr_expect_eq(live_bytes(), bytes_of(1, 2), "%zu bytes", (size_t)live_bytes());
+    expect_step(&t, 8);
+    cr_expect_eq(live_bytes(), buffer_bytes(8), "%zu bytes", (size_t)live_bytes());
+    close_session();
+}
+
+/* A pointer that a guard puts back points to memory. */
+Test(step_late_frees, what_a_guarded_pointer_points_to_is_back_when_resize_fails)
+{
+    struct trainer t = {.manner = FREES_EACH_BEFORE, .fails_at = 2};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.max_attempts = 1;
+    cr_assert_eq(rebatch_device_open_host(&device, 400 * MIB, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST), REBATCH_OK);
+    make_before(&t);
+    cr_assert_eq(step(&t, 8), REBATCH_E_EXHAUSTED);
+    t.room = 1;
+    check_buffers(&t);
+    expect_step(&t, 8);
+    cr_expect_eq(live_bytes(), buffer_bytes(8), "%zu bytes", (size_t)live_bytes());
     close_session();
 }

@@ -371,6 +371,68 @@ Test(step_map, with_another_resize_the_steps_buffers_give_way)
     close_all(&e);
 }
 
+/* A step without a resize of its own does not make a map's buffers the step's. */
+Test(step_map, buffers_of_its_own_grow_with_its_samples)
+{
+    struct evaluation e;
+    const rebatch_step_ops step = training_ops(false);
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = use_buffer;
+    map.resize = resize;
+    open_all(&e, MIB(4), KIB(1));
+    cr_assert_eq(rebatch_map(e.rb, &map, 1, &e, NULL), REBATCH_OK);
+    for (int i = 0; i < 3; i++) {
+        cr_assert_eq(rebatch_step(e.rb, &step, 8, &e, NULL), REBATCH_OK);
+        e.largest = 0;
+        cr_assert_eq(rebatch_map(e.rb, &map, 64, &e, NULL), REBATCH_OK);
+        cr_expect_eq(e.largest, 64);
+    }
+    close_all(&e);
+}
+
+/* A step of a small batch leaves small buffers; the limits on the size hold for a map. */
+Test(step_map, the_steps_buffers_do_not_make_it_smaller_than_the_limits)
+{
+    struct evaluation e;
+    const rebatch_step_ops step = training_ops(true);
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_report report;
+    map.run = use_buffer;
+    map.resize = resize;
+    e = (struct evaluation){.sample_bytes = KIB(1), .fail_from = SAMPLES};
+    options.micro_smallest = 4;
+    cr_assert_eq(rebatch_device_open_host(&e.device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&e.rb, e.device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_step(e.rb, &step, 2, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.room, 2);
+    cr_assert_eq(rebatch_map(e.rb, &map, 2, &e, NULL), REBATCH_OK);
+    cr_expect_eq(e.room, 2, "a rest is as it is");
+    cr_assert_eq(rebatch_map(e.rb, &map, 64, &e, &report), REBATCH_OK);
+    cr_expect_eq(report.microbatches, 1);
+    close_all(&e);
+}
+
+/* The first step begins with what an evaluation before it has found. */
+Test(step_map, a_step_does_not_search_again_for_the_size_of_the_same_buffers)
+{
+    struct evaluation e;
+    const rebatch_step_ops step = training_ops(true);
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    rebatch_step_report report;
+    map.run = use_buffer;
+    map.resize = resize;
+    open_all(&e, MIB(4), KIB(100));
+    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, &report), REBATCH_OK);
+    cr_assert_gt(report.ooms, 0);
+    const size_t found = report.micro_after, resizes = e.resizes;
+    cr_assert_eq(rebatch_step(e.rb, &step, 200, &e, &report), REBATCH_OK);
+    cr_expect_eq(report.ooms, 0);
+    cr_expect_eq(report.micro_before, found);
+    cr_expect_eq(e.resizes, resizes);
+    close_all(&e);
+}
+
 static rebatch_status evaluate_within(const rebatch_microbatch *mb, void *user)
 {
     struct evaluation *e = user;
@@ -391,6 +453,9 @@ Test(step_map, what_it_refuses)
     ops.run = evaluate_within;
     cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_OK);
     ops.struct_size = 3;
-    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_E_INVALID);
+    rebatch_step_report report;
+    cr_assert_eq(rebatch_set_lighten(e.rb, 2), REBATCH_OK);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, &report), REBATCH_E_INVALID);
+    cr_expect_eq(report.lighten_level, 2, "the report tells the level that is in effect");
     close_all(&e);
 }

@@ -264,6 +264,98 @@ Test(step_overflow, without_host_memory_an_update_is_torn)
     assert_torn(200, &options);
 }
 
+static rebatch_status no_lighter(unsigned level, void *user)
+{
+    (void)level;
+    (void)user;
+    return REBATCH_E_UNSUPPORTED;
+}
+
+static rebatch_status reserving_step(void *user)
+{
+    struct trainer *t = user;
+    float *block;
+    t->weights[0][0] += 1;
+    if (++t->allocations == 1)
+        fill_device(t);
+    rebatch_status status = rebatch_reserve(t->rb, FLOATS * sizeof(float));
+    if (!status)
+        status = allocate(t, &block);
+    if (!status)
+        rebatch_mutating(t->rb);
+    return status ? status : rebatch_pool_free(rebatch_get_pool(t->rb), block);
+}
+
+/* Whatever could be made smaller instead: it cannot run again. */
+Test(step_overflow, a_reservation_of_an_update_that_does_not_declare_is_served)
+{
+    struct trainer t = {.sample_pages = 1};
+    rebatch_step_report report;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    open_trainer(&t, 400, 200, &options);
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = reserving_step,
+                                  .lighten = no_lighter};
+    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_gt(report.overflow_bytes, 0);
+    cr_assert_not(report.torn);
+    close_trainer(&t);
+}
+
+static rebatch_status do_nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status no_samples(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    (void)user;
+    return REBATCH_OK;
+}
+
+/* The update runs a step of another session, whose own update ends before this one allocates. */
+static rebatch_status nesting_step(void *user)
+{
+    struct trainer *t = user;
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = do_nothing,
+                                  .forward_backward = no_samples,
+                                  .optimizer_step = do_nothing};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch *inner;
+    float *block;
+    rebatch_mutating(t->rb);
+    options.existing_pool = rebatch_get_pool(t->rb);
+    cr_assert_eq(rebatch_open(&inner, t->device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_step(inner, &ops, 1, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    rebatch_close(inner);
+    fill_device(t);
+    const rebatch_status status = allocate(t, &block);
+    return status ? status : rebatch_pool_free(rebatch_get_pool(t->rb), block);
+}
+
+Test(step_overflow, a_step_of_another_session_within_an_update_leaves_it_served)
+{
+    struct trainer t = {.declares = true, .sample_pages = 1};
+    rebatch_step_report report;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    open_trainer(&t, 400, 200, &options);
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = nesting_step,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_gt(report.overflow_bytes, 0);
+    close_trainer(&t);
+}
+
 /* An allocation before rebatch_mutating() may fail, and then the update runs again. */
 static rebatch_status careful_step(void *user)
 {

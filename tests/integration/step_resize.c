@@ -499,4 +499,42 @@ Test(step_resize, buffers_are_there_and_every_sample_counts_once_under_random_oo
         train_at_random(seed, seed % 4 == 0);
 }
 
+/* ---- a limit that moves ---- */
+
+/* The buffers hold what the limit is less; nothing asks for memory, so no OOM would tell. */
+Test(step_resize, a_lower_limit_makes_the_buffers_smaller_and_a_higher_one_larger_again)
+{
+    struct trainer t;
+    rebatch_step_report report;
+    open_trainer(&t, NULL, 100 * MIB);
+    expect_step(&t, 32, "r32 f32");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 20 * MIB), REBATCH_OK);
+    cr_assert_eq(run_step(&t, 32, &report), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_str_eq(t.trace, "r16 f16 f16");
+    cr_expect_eq(report.micro_before, 32);
+    cr_expect_eq(report.micro_after, 16);
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_RESIZE], 1);
+    cr_expect_leq(live_bytes(&t), 20 * MIB);
+    for (int i = 0; i < 4; i++)
+        expect_step(&t, 32, "f16 f16");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 0), REBATCH_OK);
+    for (int i = 0; i < 4 && t.room < 32; i++)
+        cr_assert_eq(run_step(&t, 32, &report), REBATCH_OK);
+    cr_expect_eq(t.room, 32);
+    close_trainer(&t);
+}
+
+/* Where nothing smaller is allowed, the step runs as it did. */
+Test(step_resize, a_limit_below_the_smallest_buffers_leaves_them)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_smallest = 32;
+    open_trainer(&t, &options, 100 * MIB);
+    expect_step(&t, 32, "r32 f32");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 20 * MIB), REBATCH_OK);
+    expect_step(&t, 32, "f32");
+    close_trainer(&t);
+}
+
 /* ---- what is refused ---- */

@@ -169,3 +169,77 @@ Test(step_shared, a_session_that_ends_makes_room_for_another)
         rebatch_close(more[i]);
     close_sessions();
 }
+
+/* ---- pressure within an inner step ---- */
+
+static void *kept;    /* guarded by the outer session */
+static size_t wanted; /* by the inner step */
+
+static size_t give_up_kept(size_t wanted_bytes, void *user)
+{
+    (void)wanted_bytes;
+    (void)user;
+    if (!kept)
+        return 0;
+    cr_assert_eq(rebatch_pool_free(pool, kept), REBATCH_OK, "%s", rebatch_last_error());
+    kept = NULL;
+    return 100 * MIB;
+}
+
+static rebatch_status zero_nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status use_much(const rebatch_microbatch *mb, void *user)
+{
+    const struct trainer *const t = user;
+    void *block;
+    const rebatch_status status = rebatch_pool_alloc(&block, mb->pool, wanted, NULL, 0);
+    if (status)
+        return status;
+    rebatch_mutating(t->rb);
+    return rebatch_pool_free(mb->pool, block);
+}
+
+static rebatch_status update_nothing(void *user)
+{
+    const struct trainer *const t = user;
+    rebatch_mutating(t->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status run_inner_and_fail(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    struct trainer *const t = user;
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_nothing,
+                                  .forward_backward = use_much,
+                                  .optimizer_step = update_nothing,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    cr_assert_eq(rebatch_step(t->inner->rb, &ops, 4, t->inner, NULL), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_null(kept, "the inner step has no memory without it");
+    return REBATCH_E_USER;
+}
+
+/* What it frees is free for good, so a pointer to it must not come back. */
+Test(step_shared, what_pressure_changes_within_an_inner_step_stays_in_the_outer_sessions_guards)
+{
+    open_sessions();
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_nothing,
+                                  .forward_backward = run_inner_and_fail,
+                                  .optimizer_step = update_nothing,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    trainers[0].inner = &trainers[1];
+    wanted = 350 * MIB;
+    cr_assert_eq(rebatch_guard(trainers[0].rb, &kept, sizeof kept, REBATCH_GUARD_HOST), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&kept, pool, 100 * MIB, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_add_pressure(pool, give_up_kept, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_step(trainers[0].rb, &ops, 4, &trainers[0], NULL), REBATCH_E_USER);
+    cr_expect_null(kept, "the step was undone, and what the pressure callback did was not");
+    close_sessions();
+}

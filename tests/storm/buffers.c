@@ -9,16 +9,24 @@ static uint64_t marker_of(const struct storm_buffers *b, size_t i)
     return storm_hash(b->salt, 100 * b->made + i);
 }
 
+/* What is of before the first step is free for good, whatever becomes of the resize. */
+static void free_old(struct storm *s, struct storm_buffers *b, size_t i, void *old)
+{
+    storm_free(s, old);
+    if (b->older[i] == old)
+        b->older[i] = NULL;
+}
+
 static bool replace(struct storm *s, struct storm_buffers *b, size_t i, size_t bytes)
 {
     void *const old = b->blocks[i];
     if (b->manner == STORM_FREES_BEFORE)
-        storm_free(s, old);
+        free_old(s, b, i, old);
     void *const block = storm_alloc(s, bytes);
     if (!block)
         return false;
     if (b->manner == STORM_FREES_AFTER)
-        storm_free(s, old);
+        free_old(s, b, i, old);
     storm_fill(block, bytes, marker_of(b, i));
     b->blocks[i] = block;
     b->bytes[i] = bytes;
@@ -30,7 +38,7 @@ bool storm_buffers_make(struct storm *s, struct storm_buffers *b, size_t samples
     b->are_there = false;
     b->made++;
     for (size_t i = 0; i < STORM_BUFFERS && b->manner == STORM_FREES_FIRST; i++)
-        storm_free(s, b->blocks[i]);
+        free_old(s, b, i, b->blocks[i]);
     for (size_t k = 0; k < STORM_BUFFERS; k++) {
         const size_t i = b->is_backwards ? STORM_BUFFERS - 1 - k : k;
         if (!replace(s, b, i, 1 + samples * s->plan.unit_bytes * (i + 1)))
@@ -38,6 +46,18 @@ bool storm_buffers_make(struct storm *s, struct storm_buffers *b, size_t samples
     }
     b->samples = samples;
     b->are_there = true;
+    return true;
+}
+
+bool storm_buffers_make_before(struct storm *s, struct storm_buffers *b)
+{
+    for (size_t i = 0; i < STORM_BUFFERS; i++) {
+        b->blocks[i] = b->older[i] = storm_alloc(s, 1 + s->plan.unit_bytes * (i + 1));
+        if (!b->older[i]) {
+            storm_fail(s, "no memory for the first buffers");
+            return false;
+        }
+    }
     return true;
 }
 
@@ -70,10 +90,16 @@ uint64_t storm_buffers_held(struct storm *s, const struct storm_buffers *b)
     uint64_t held = 0;
     for (size_t i = 0; i < STORM_BUFFERS && b->are_there; i++)
         held += look(s, b, i);
+    for (size_t i = 0; i < STORM_BUFFERS; i++) {
+        size_t bytes = 0;
+        if (b->older[i] && rebatch_pool_block_bytes(&bytes, s->pool, b->older[i]) != REBATCH_OK)
+            storm_fail(s, "buffer %zu of before the first step is gone", i);
+        held += bytes;
+    }
     return held;
 }
 
 void storm_buffers_find(struct storm *s, struct storm_buffers *b)
 {
-    b->are_there = b->are_there && storm_buffers_held(s, b) > 0;
+    b->are_there = b->are_there && look(s, b, 0) > 0;
 }

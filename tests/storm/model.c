@@ -118,6 +118,22 @@ static bool mutate(struct storm *s)
 
 /* ---- what every callback begins with ---- */
 
+/* While a callback uses memory. */
+static void move_limit(struct storm *s)
+{
+    if (!s->plan.lowers || s->is_calm || s->is_probing || !storm_one_in(&s->dice, 8))
+        return;
+    s->has_moved_limit = true;
+    storm_limit_move(s);
+}
+
+static void interfere(struct storm *s)
+{
+    if (s->plan.nests && !s->is_calm && !s->is_probing && storm_one_in(&s->dice, 6))
+        storm_neighbour_step(s);
+    move_limit(s);
+}
+
 static void begin(struct storm *s, enum storm_callback callback, const rebatch_microbatch *mb)
 {
     static const char *const names[] = {"zero_grad", "forward_backward", "optimizer_step",
@@ -140,7 +156,10 @@ static void begin(struct storm *s, enum storm_callback callback, const rebatch_m
     if (s->plan.has_resize)
         storm_buffers_check(s, &s->buffers, mb ? mb->count : 0, names[callback]);
     storm_check_memory(s, names[callback]);
+    if (callback == STORM_ZERO && !s->is_probing)
+        storm_limit_check_buffers(s);
     move_room(s);
+    interfere(s);
 }
 
 /* What a callback may do besides with memory of before: free it, and ask for more than there is
@@ -267,6 +286,7 @@ static rebatch_status forward_memory(struct storm *s, const rebatch_microbatch *
         if (storm_cache_look_up(s, 3, i) != storm_entry(3, i))
             storm_fail(s, "cache 3 is wrong at %zu", i);
     storm_cache_done(s, 3);
+    move_limit(s);
     if (storm_cache_ensure(s, 1, longest(s, mb)))
         return REBATCH_OOM;
     const size_t bytes = activation_bytes(s, mb->first, mb->count);
@@ -367,6 +387,14 @@ static rebatch_status update_memory(struct storm *s)
     return use_scope(s);
 }
 
+/* Where an OOM tears an update, host memory serves it, unless calls of the device fail. */
+static void check_overflow(struct storm *s, bool has_mutated, const char *what)
+{
+    if (is_dirty(s, STORM_UPDATE, has_mutated) && !s->is_armed && !s->is_probing &&
+        !s->has_failed && rebatch_pool_overflow_room(s->pool) > STORM_PLENTY_BYTES / 64)
+        storm_fail(s, "%s found no memory, and the host has some", what);
+}
+
 static void change(struct storm *s, double entry, size_t from, size_t to)
 {
     for (size_t i = from; i < to; i++)
@@ -385,8 +413,10 @@ static rebatch_status optimizer_step(void *user)
     const struct storm_fault *const fault = due(s, STORM_UPDATE, 1);
     meddle(s);
     s->keep.rng = storm_rng_next(s->keep.rng);
-    if (update_memory(s) || s->has_failed)
+    if (update_memory(s) || s->has_failed) {
+        check_overflow(s, false, "an update of which nothing is undone");
         return conclude(s, STORM_UPDATE, false, 0, REBATCH_OOM);
+    }
     if (fault && !fault->is_late)
         return fail_as(s, fault, STORM_UPDATE, false);
     const size_t index = storm_update_index(s->step);
@@ -394,14 +424,18 @@ static rebatch_status optimizer_step(void *user)
         needs_cache(s, 2) ? storm_cache_look_up(s, 2, index) : storm_entry(2, index);
     const size_t late = s->plan.update_bytes / 2;
     const bool is_reserved = s->plan.reserves && late;
-    if (is_reserved && rebatch_reserve(s->rb, storm_rounded(late)))
+    if (is_reserved && rebatch_reserve(s->rb, storm_rounded(late))) {
+        check_overflow(s, false, "a reservation of which nothing is undone");
         return conclude(s, STORM_UPDATE, false, 0, REBATCH_OOM);
+    }
     const bool has_mutated = mutate(s);
     change(s, entry, 0, STORM_PARAMETERS / 2);
     if (late && !storm_temp(s, late)) {
         if (is_reserved && s->plan.options.pool.caching != REBATCH_OFF &&
-            s->plan.options.pool.rounding_divisions == 0)
+            s->plan.options.pool.rounding_divisions == 0 &&
+            !(s->plan.overflow_bytes && s->is_armed)) /* host memory is had when it is needed */
             storm_fail(s, "an update was torn that had reserved its memory");
+        check_overflow(s, has_mutated, "an update that has begun");
         return conclude(s, STORM_UPDATE, has_mutated, 0, REBATCH_OOM);
     }
     if (fault)

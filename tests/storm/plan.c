@@ -99,7 +99,7 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
     o->grow_after = (uint32_t)storm_between(dice, 1, 3);
     o->grow_wait_max = o->grow_after + (uint32_t)storm_below(dice, 4);
     if (storm_one_in(dice, 4))
-        o->max_attempts = (uint32_t)storm_between(dice, 1, 12);
+        o->max_attempts = (uint32_t)storm_between(dice, 2, 12); /* of 1, a refusal is the end */
     if (storm_one_in(dice, 6))
         o->max_ooms_in_row = (uint32_t)storm_between(dice, 1, 8);
     o->pool.caching = toggle(dice, 5);
@@ -152,6 +152,10 @@ void storm_plan_draw(struct storm_plan *p, uint64_t *dice)
     p->has_resize = p->reclaims && !p->has_cost && storm_one_in(dice, 2);
     p->guards_buffers = storm_one_in(dice, 2);
     p->has_neighbour = storm_one_in(dice, 4);
+    p->nests = p->has_neighbour && storm_one_in(dice, 2);
+    p->makes_before = p->has_resize && !p->guards_buffers && storm_one_in(dice, 3);
+    p->overflow_bytes = storm_one_in(dice, 3) ? STORM_PLENTY_BYTES / 16 : 0;
+    p->lowers = p->limits && storm_one_in(dice, 2);
     p->source = storm_one_in(dice, 3) ? (enum storm_source)storm_below(dice, STORM_SOURCES)
                                       : STORM_FROM_OPTIONS;
 }
@@ -177,7 +181,8 @@ static void arm_device(struct storm *s)
 {
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE;
-    if (storm_one_in(&s->dice, 3))
+    /* A page that is not mapped again, on its way from the host, is lost with what is in it. */
+    if (storm_one_in(&s->dice, 3) && !s->plan.overflow_bytes)
         plan.calls |= REBATCH_FAULT_MAP | REBATCH_FAULT_ACCESS | REBATCH_FAULT_RESERVE;
     plan.seed = storm_next(&s->dice);
     if (storm_one_in(&s->dice, 2)) {
@@ -188,6 +193,7 @@ static void arm_device(struct storm *s)
     }
     if (rebatch_fault_arm(s->device, &plan) != REBATCH_OK)
         storm_fail(s, "a fault plan was refused: %s", rebatch_last_error());
+    s->is_armed = true;
 }
 
 void storm_plan_step(struct storm *s)

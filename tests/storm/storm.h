@@ -122,12 +122,13 @@ struct storm_plan {
     bool has_flag, declares, reserves;      /* of REBATCH_DECLARES_MUTATION; calls it */
     bool has_cost, is_one_guard, is_padded; /* one guard for all host state; memory is */
     unsigned cost_kind;
-    bool makes_gradients; /* in zero_grad, lazily */
-    bool frees_first;     /* a cache that is replaced: before the larger one is there */
-    bool unpins;          /* a cache may be given up once it was used in a callback */
-    bool is_sloppy;       /* a lighten that fails has changed guarded state */
-    bool reclaims;        /* off: the program frees what a failed callback has allocated */
-    size_t pressures;     /* callbacks */
+    bool makes_gradients;  /* in zero_grad, lazily */
+    bool frees_first;      /* a cache that is replaced: before the larger one is there */
+    bool unpins;           /* a cache may be given up once it was used in a callback */
+    bool is_sloppy;        /* a lighten that fails has changed guarded state */
+    bool reclaims;         /* off: the program frees what a failed callback has allocated */
+    size_t pressures;      /* callbacks */
+    size_t overflow_bytes; /* host memory for updates */
     size_t base_bytes, unit_bytes, late_bytes, zero_bytes, update_bytes, spare_bytes;
     unsigned trouble; /* 0: memory is short; 1: faults; 2: both */
     unsigned probes;  /* one step in so many has a probe before it; 0: none */
@@ -135,6 +136,9 @@ struct storm_plan {
     unsigned maps;    /* the same of rebatch_map() */
     unsigned limits;  /* the same of another limit on the pool */
     bool has_resize, guards_buffers, has_neighbour;
+    bool nests;        /* the neighbour steps within callbacks too */
+    bool makes_before; /* buffers for one sample, which the first resize frees */
+    bool lowers;       /* limits move within callbacks too */
     enum storm_source source;
 };
 
@@ -178,7 +182,8 @@ struct storm_buffers {
     void *blocks[STORM_BUFFERS]; /* may be guarded */
     size_t bytes[STORM_BUFFERS];
     size_t samples;
-    uint64_t salt, made; /* of what is written into them; calls */
+    void *older[STORM_BUFFERS]; /* of before the first step, until resize frees them */
+    uint64_t salt, made;        /* of what is written into them; calls */
     enum storm_frees manner;
     bool is_backwards; /* the last one is made first */
     bool are_there;
@@ -218,7 +223,8 @@ struct storm {
     struct storm_sample *samples; /* of the micro-batch that runs; NULL: none */
     struct storm_buffers buffers, map_buffers;
     struct storm_buffers *of_map; /* that the map which runs has; NULL: none */
-    size_t map_next;              /* its next sample */
+    size_t map_next, map_largest; /* its next sample; the most in a call */
+    size_t limit;                 /* of the pool; 0: none */
 
     /* the step */
     uint64_t step, lengths;
@@ -226,6 +232,9 @@ struct storm {
     struct storm_fault faults[STORM_FAULTS];
     size_t fault_count;
     size_t room_low, room_high; /* what a co-tenant leaves; high 0: it does not move */
+    bool is_armed;              /* device calls may fail */
+    bool has_moved_limit;       /* within a callback */
+    uint64_t made_at_step;      /* buffers.made when it began */
     bool is_probing;            /* a probe runs, no step */
     bool is_checked;            /* a check runs: is_probing is set, too */
     bool is_calm;               /* no more trouble from the program */
@@ -276,6 +285,8 @@ size_t storm_give_up(size_t wanted_bytes, void *user);
 
 /* What a resize does. False: there is no memory. */
 bool storm_buffers_make(struct storm *s, struct storm_buffers *b, size_t samples);
+/* What a program makes before its first step, for one sample. */
+bool storm_buffers_make_before(struct storm *s, struct storm_buffers *b);
 /* They are there, with their contents, for so many samples. */
 void storm_buffers_check(struct storm *s, const struct storm_buffers *b, size_t samples,
                          const char *where);
@@ -291,6 +302,16 @@ rebatch_status storm_map_resize(size_t samples, void *user);
 void storm_neighbour_open(struct storm *s);
 void storm_neighbour_step(struct storm *s);
 void storm_neighbour_close(struct storm *s);
+
+/* ---- the pool's limit (limit.c) ---- */
+
+void storm_limit_set(struct storm *s, size_t bytes);
+/* Somebody lowers it, below what is reserved too, or lifts it: between steps, or in a callback. */
+void storm_limit_move(struct storm *s);
+/* No more is cached than it allows. */
+void storm_limit_check(struct storm *s, const char *where);
+/* When a step begins: buffers of before it that could be smaller do not exceed it. */
+void storm_limit_check_buffers(struct storm *s);
 
 /* ---- where limits come from (settings.c) ---- */
 

@@ -74,7 +74,7 @@ static bool open_on_pool(struct storm *s)
 static bool open_session(struct storm *s)
 {
     rebatch_options *const o = &s->plan.options;
-    const rebatch_host_options host = {sizeof host, s->plan.page_bytes, 0};
+    const rebatch_host_options host = {sizeof host, s->plan.page_bytes, s->plan.overflow_bytes};
     o->on_event = on_event;
     o->on_event_user = s;
     if (rebatch_device_open_host(&s->host, STORM_PLENTY_BYTES, &host) != REBATCH_OK ||
@@ -106,6 +106,8 @@ static bool make_model(struct storm *s)
     }
     s->keep.rng = storm_hash(s->seed, 1);
     *s->running = 0;
+    if (s->plan.makes_before && !storm_buffers_make_before(s, &s->buffers))
+        return false;
     s->before.rng = s->keep.rng;
     for (size_t i = 0; i < STORM_PARAMETERS; i++)
         s->before.parameters[i] = s->parameters[i] = storm_unit(storm_hash(s->seed, 50 + i));
@@ -115,7 +117,8 @@ static bool make_model(struct storm *s)
             storm_fail(s, "no pressure: %s", rebatch_last_error());
     rebatch_pool_stats stats;
     (void)rebatch_pool_get_stats(&stats, s->pool);
-    s->other_bytes = stats.live_bytes - storm_held(s, "at the beginning");
+    s->other_bytes =
+        stats.live_bytes - storm_held(s, "at the beginning") - storm_buffers_held(s, &s->buffers);
     return !s->has_failed;
 }
 
@@ -124,8 +127,8 @@ static void check_closed(struct storm *s)
 {
     rebatch_pool_stats stats;
     (void)rebatch_pool_get_stats(&stats, s->pool);
-    const uint64_t held =
-        storm_held(s, "after closing") + storm_buffers_held(s, &s->neighbour.buffers);
+    const uint64_t held = storm_held(s, "after closing") + storm_buffers_held(s, &s->buffers) +
+                          storm_buffers_held(s, &s->neighbour.buffers);
     if (!s->has_failed && stats.live_bytes > held + s->other_bytes)
         storm_fail(s, "after closing: %" PRIu64 " bytes live, of them %" PRIu64 " the program's",
                    stats.live_bytes, held + s->other_bytes);
@@ -158,13 +161,6 @@ static void set_room(struct storm *s, size_t bytes)
     storm_say(s, "  room: %zu bytes", bytes);
 }
 
-static void set_limit(struct storm *s, size_t bytes)
-{
-    if (rebatch_pool_set_limit(s->pool, bytes) != REBATCH_OK)
-        storm_fail(s, "a limit was refused: %s", rebatch_last_error());
-    storm_say(s, "  limit: %zu bytes", bytes);
-}
-
 /* A co-tenant leaves so much beyond what is in use. */
 static void move_tenant(struct storm *s)
 {
@@ -181,17 +177,6 @@ static void move_tenant(struct storm *s)
     const size_t most =
         s->plan.unit_bytes * STORM_BATCH_MOST * (size_t)(1 << storm_below(&s->dice, 4));
     set_room(s, info.used_bytes + storm_below(&s->dice, most) + s->plan.page_bytes);
-}
-
-/* Somebody lowers the pool's limit, below what is reserved too, or lifts it. */
-static void move_limit(struct storm *s)
-{
-    rebatch_pool_stats stats;
-    if (s->plan.limits == 0 || !storm_one_in(&s->dice, s->plan.limits))
-        return;
-    (void)rebatch_pool_get_stats(&stats, s->pool);
-    const size_t most = 1 + 2 * (size_t)stats.reserved_bytes;
-    set_limit(s, storm_one_in(&s->dice, 3) ? 0 : s->plan.page_bytes + storm_below(&s->dice, most));
 }
 
 static void change_spares(struct storm *s)
@@ -224,6 +209,7 @@ static void mark(struct storm *s)
 static void disarm(struct storm *s)
 {
     (void)rebatch_fault_arm(s->device, NULL);
+    s->is_armed = false;
 }
 
 /* After a call of the session. */
@@ -267,7 +253,7 @@ static void check(struct storm *s)
     s->is_probing = s->is_checked = s->is_calm = true;
     storm_plan_step(s); /* which is no trouble then */
     set_room(s, STORM_PLENTY_BYTES);
-    set_limit(s, 0);
+    storm_limit_set(s, 0);
     mark(s);
     if (rebatch_watch_at(s->rb, "gradients", &s->keep.gradients, STORM_PARAMETERS * sizeof(double),
                          REBATCH_F64) ||
@@ -306,6 +292,7 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
         return REBATCH_OOM;
     memory[0] = 1;
     s->map_next += mb->count;
+    s->map_largest = mb->count > s->map_largest ? mb->count : s->map_largest;
     storm_free(s, memory);
     return REBATCH_OK;
 }
@@ -314,7 +301,8 @@ static void map(struct storm *s)
 {
     rebatch_map_ops ops = {
         .struct_size = sizeof ops, .run = evaluate, .largest = storm_below(&s->dice, 9)};
-    s->map_next = 0;
+    rebatch_step_report report;
+    s->map_next = s->map_largest = 0;
     s->of_map = NULL;
     if (s->plan.reclaims && storm_one_in(&s->dice, 2)) {
         const bool is_shared = s->plan.has_resize && storm_one_in(&s->dice, 2);
@@ -324,7 +312,7 @@ static void map(struct storm *s)
     const size_t count = storm_below(&s->dice, STORM_MAP_MOST),
                  micro = rebatch_get_micro(s->rb, s->batch);
     mark(s);
-    const rebatch_status status = rebatch_map(s->rb, &ops, count, s, NULL);
+    const rebatch_status status = rebatch_map(s->rb, &ops, count, s, &report);
     disarm(s);
     find_buffers(s);
     s->counts->maps++;
@@ -334,6 +322,11 @@ static void map(struct storm *s)
         storm_fail(s, "the map answered %s: %s", rebatch_status_name(status), rebatch_last_error());
     if (status == REBATCH_OK && s->map_next != count)
         storm_fail(s, "the map ran %zu samples of %zu", s->map_next, count);
+    /* Buffers of its own are as large as its size; an even cut has more than half of that. */
+    if (status == REBATCH_OK && count > 0 && report.ooms == 0 && s->of_map != &s->buffers &&
+        s->plan.options.micro_allowed[0] == 0 && 2 * s->map_largest < report.micro_before)
+        storm_fail(s, "a map of %zu whose size is %zu ran %zu samples at once at the most", count,
+                   report.micro_before, s->map_largest);
     if (rebatch_get_micro(s->rb, s->batch) != micro)
         storm_fail(s, "a map has changed the size of steps");
     storm_check_keep(s, &s->at_step, s->running_at_step, "after a map");
@@ -350,7 +343,8 @@ static void begin_step(struct storm *s)
     memset(s->calls, 0, sizeof s->calls);
     s->next = SIZE_MAX;
     s->may_zero = true;
-    s->may_be_torn = s->is_updated = s->has_answered_own = false;
+    s->made_at_step = s->buffers.made;
+    s->may_be_torn = s->is_updated = s->has_answered_own = s->has_moved_limit = false;
 }
 
 /* As a checkpoint would. */
@@ -405,6 +399,7 @@ static void judge(struct storm *s, const rebatch_step_report *report, rebatch_st
     if (report->lighten_level > s->plan.levels)
         storm_fail(s, "the report's level is %u", report->lighten_level);
     storm_check_memory(s, "after the step");
+    storm_limit_check(s, "after the step");
 }
 
 static rebatch_status run_step(struct storm *s, rebatch_step_report *report)
@@ -427,7 +422,7 @@ static void stormy_step(struct storm *s, uint32_t number)
     if (s->plan.checks && storm_one_in(&s->dice, s->plan.checks))
         check(s);
     move_tenant(s);
-    move_limit(s);
+    storm_limit_move(s);
     storm_neighbour_step(s);
     storm_plan_step(s);
     if (s->plan.probes && storm_one_in(&s->dice, s->plan.probes))
@@ -478,7 +473,7 @@ static void come_back(struct storm *s)
     s->lengths = storm_hash(s->seed, 9999);
     storm_plan_step(s);
     set_room(s, STORM_PLENTY_BYTES);
-    set_limit(s, 0);
+    storm_limit_set(s, 0);
     const bool grows = s->plan.options.growth != REBATCH_OFF;
     const uint32_t most = grows ? most_steps_back(s) : 2;
     for (uint32_t i = 0; i < most && !s->has_failed; i++) {

@@ -427,6 +427,59 @@ Test(pool_alloc, a_lower_limit_trims)
     rig_close(&rig);
 }
 
+/* Frees in any manner: one by one, by a commit, by a rollback. */
+static void lower_and_free(struct rig *rig, int manner)
+{
+    enum { BLOCKS = 12, LIMIT = 3 };
+    void *blocks[BLOCKS];
+    rebatch_scope scope = 0;
+    if (manner == 2)
+        cr_assert_eq(rebatch_scope_begin(&scope, rig->pool), REBATCH_OK);
+    for (size_t i = 0; i < BLOCKS; i++)
+        blocks[i] = take(rig->pool, PAGE);
+    cr_assert_eq(rebatch_pool_set_limit(rig->pool, LIMIT * PAGE), REBATCH_OK);
+    cr_assert_eq(stats_of(rig->pool).reserved_bytes, BLOCKS * PAGE, "all of it is in use");
+    if (manner == 1)
+        cr_assert_eq(rebatch_scope_begin(&scope, rig->pool), REBATCH_OK);
+    for (size_t i = 0; i < BLOCKS && manner < 2; i++) {
+        give(rig->pool, blocks[i]);
+        const size_t left = manner == 0 ? rbi_max(BLOCKS - 1 - i, LIMIT) : BLOCKS;
+        cr_expect_eq(stats_of(rig->pool).reserved_bytes, left * PAGE, "after %zu frees", i + 1);
+    }
+    if (manner == 1)
+        cr_assert_eq(rebatch_scope_commit(rig->pool, scope), REBATCH_OK);
+    if (manner == 2)
+        cr_assert_eq(rebatch_scope_rollback(rig->pool, scope), REBATCH_OK);
+    cr_expect_eq(stats_of(rig->pool).reserved_bytes, LIMIT * PAGE);
+    give(rig->pool, take(rig->pool, LIMIT * PAGE));
+    cr_expect_eq(stats_of(rig->pool).reserved_bytes, LIMIT * PAGE, "within it memory is cached");
+}
+
+Test(pool_alloc, a_lower_limit_applies_to_memory_in_use_when_it_is_freed)
+{
+    for (int manner = 0; manner < 3; manner++) {
+        struct rig rig = rig_open(64, NULL);
+        lower_and_free(&rig, manner);
+        rig_close(&rig);
+        rig = rig_open_plain(64, NULL);
+        lower_and_free(&rig, manner);
+        rig_close(&rig);
+    }
+}
+
+/* What was promised is there, whatever is freed under a lower limit. */
+Test(pool_alloc, a_lower_limit_leaves_what_is_reserved)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *live = take(rig.pool, 8 * PAGE);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 4 * PAGE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, PAGE), REBATCH_OK);
+    give(rig.pool, live);
+    give(rig.pool, take(rig.pool, 4 * PAGE));
+    cr_expect_eq(stats_of(rig.pool).reserved_bytes, PAGE);
+    rig_close(&rig);
+}
+
 /* What is available: free blocks, and the room within limit and headroom. */
 Test(pool_alloc, available_is_free_blocks_and_room)
 {

@@ -67,6 +67,8 @@ Test(recover_guard, after_a_step_the_pool_tells_the_session_of_no_pressure)
         const struct rbi_pool_pressure_watch left =
             rbi_pool_watch_pressure(rebatch_get_pool(rb), &none);
         cr_expect(!left.on_pressure && !left.user, "after step %d", i);
+        cr_expect_eq(rbi_residents_enter(rebatch_get_pool(rb), 0), 0,
+                     "what is resident now is no session's");
     }
     rebatch_close(rb);
     rebatch_device_close(device);

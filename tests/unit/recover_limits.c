@@ -144,6 +144,60 @@ Test(recover_limits, what_would_end_short_is_cut_evenly_where_it_can_be)
     cr_assert_gt(cut, 100);
 }
 
+/* The fewest sizes of a list that are `left` samples together, by the sums of one size fewer; 0:
+ * none are. */
+static size_t fewest_of_list(const rebatch_options *o, size_t size, size_t left)
+{
+    size_t least[161] = {0};
+    for (size_t sum = 1; sum <= left; sum++)
+        for (size_t i = 0; i < REBATCH_ALLOWED_SIZES && o->micro_allowed[i]; i++) {
+            const size_t part = o->micro_allowed[i];
+            if (part > size || part > sum || (part < sum && least[sum - part] == 0))
+                continue;
+            const size_t n = part < sum ? least[sum - part] + 1 : 1;
+            least[sum] = least[sum] == 0 || n < least[sum] ? n : least[sum];
+        }
+    return least[left];
+}
+
+/* 47 of {1, 13, 20} is 20 + 13 + 13 + 1, and not 20 + 20 and seven times 1. */
+Test(recover_limits, a_list_cuts_into_as_few_of_its_sizes_as_can_be)
+{
+    static const size_t many[][5] = {{1, 13, 20}, {1, 13, 16},       {1, 5, 12, 19, 24},
+                                     {2, 7},      {3, 11, 13, 29},   {4, 15},
+                                     {6, 9, 20},  {1, 8, 27, 32, 33}};
+    size_t compared = 0;
+    for (size_t number = 0; number < sizeof many / sizeof *many; number++) {
+        rebatch_options o = REBATCH_OPTIONS_INIT;
+        o.micro_smallest = o.micro_multiple_of = 1;
+        memcpy(o.micro_allowed, many[number], sizeof many[number]);
+        for (size_t i = 0; i < 5 && many[number][i]; i++)
+            for (size_t left = 1; left <= 160; left++) {
+                const size_t size = many[number][i], least = fewest_of_list(&o, size, left);
+                bool all_allowed;
+                if (least == 0 || !rbi_ends_short(&o, size, left))
+                    continue;
+                const size_t n = cut_all(&all_allowed, &o, size, left);
+                cr_assert(all_allowed, "list %zu: %zu in %zu", number, left, size);
+                cr_assert_eq(n, least, "list %zu: %zu in %zu has %zu, %zu would do", number, left,
+                             size, n, least);
+                compared++;
+            }
+    }
+    cr_assert_gt(compared, 500);
+}
+
+/* What is not found in bounded time is cut all the same. */
+Test(recover_limits, a_large_batch_of_many_sizes_is_cut_in_bounded_time)
+{
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.micro_smallest = o.micro_multiple_of = 1;
+    for (size_t i = 0; i < REBATCH_ALLOWED_SIZES; i++)
+        o.micro_allowed[i] = 1000 + 2 * i; /* no sum of them is odd */
+    const size_t left = 1000001, size = o.micro_allowed[REBATCH_ALLOWED_SIZES - 1];
+    cr_assert_eq(rbi_round_size(&o, rbi_even_size(&o, size, left - left % size)), size);
+}
+
 /* Sizes that may be any number differ by one at the most. */
 Test(recover_limits, without_a_list_or_a_multiple_micro_batches_are_as_even_as_can_be)
 {
@@ -155,6 +209,18 @@ Test(recover_limits, without_a_list_or_a_multiple_micro_batches_are_as_even_as_c
             cr_assert_eq(rbi_even_size(&o, size, left), (left - 1) / n + 1, "%zu in %zu", left,
                          size);
         }
+}
+
+/* What bounds a map may be below, or above, all that the limits allow. */
+Test(recover_limits, a_bound_that_is_none_of_the_limits_is_kept)
+{
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.micro_smallest = 8;
+    o.micro_multiple_of = 1;
+    cr_assert_eq(rbi_even_size(&o, 3, 10), 3);
+    o.micro_smallest = 1;
+    o.micro_multiple_of = o.micro_largest = 4;
+    cr_assert_eq(rbi_even_size(&o, 6, 13), 6, "no multiple of 4 from 5 on is at most 4");
 }
 
 Test(recover_limits, a_rest_is_cut_where_each_part_is_allowed_and_else_runs_whole)
@@ -169,9 +235,11 @@ Test(recover_limits, a_rest_is_cut_where_each_part_is_allowed_and_else_runs_whol
                 cr_assert_eq(first, left, "limits %zu: %zu", number, left);
             if (first == left)
                 continue;
-            cr_assert(is_allowed(&o, first), "limits %zu: %zu of %zu", number, first, left);
-            cr_assert(is_allowed(&o, last_of(left, first)), "limits %zu: %zu of %zu", number, first,
-                      left);
+            for (size_t rest = left, part; rest > 0; rest -= part) {
+                part = rbi_rest_size(&o, rest);
+                cr_assert(is_allowed(&o, part), "limits %zu: %zu of %zu of %zu", number, part, rest,
+                          left);
+            }
             cut++;
         }
     }

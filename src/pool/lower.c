@@ -1,0 +1,55 @@
+/* Owns a limit that is lowered while the pool is in use: what is cached goes back at once, and what
+ * is in use as it is freed. Must not know what a limit is for. */
+#include "pool/pool.h"
+
+/* What is reserved of the device beyond the limit. */
+static size_t excess_of(const rebatch_pool *pool)
+{
+    const uint64_t reserved = rbi_vm_device_bytes(&pool->vm);
+    return reserved > pool->limit_bytes ? (size_t)reserved - pool->limit_bytes : 0;
+}
+
+void rbi_pool_keep_limit(rebatch_pool *pool)
+{
+    rbi_assert(rbi_lock_is_held(&pool->lock));
+    const size_t cached = (size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes);
+    const size_t excess = excess_of(pool);
+    const size_t keep = rbi_max(cached - rbi_min(cached, excess), pool->promised_bytes);
+    size_t released = 0;
+    /* The limit holds whether or not the device takes memory back; its error comes again. */
+    if (excess)
+        (void)rbi_pool_trim_cache(pool, keep, NULL, &released);
+    pool->is_over_limit = excess_of(pool) > 0;
+}
+
+uint64_t rbi_pool_over_limit(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    const size_t excess = excess_of(pool);
+    rbi_pool_give_lock(pool);
+    return excess;
+}
+
+rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_pool_take_lock(pool);
+    pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
+    pool->limit_permille = 0;
+    rbi_pool_keep_limit(pool);
+    rbi_pool_give_lock(pool);
+    return REBATCH_OK;
+}
+
+void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)
+{
+    rebatch_memory_info info = {SIZE_MAX, 0, 0};
+    (void)rebatch_device_memory(pool->device, &info);
+    size_t limit = limit_bytes ? limit_bytes : SIZE_MAX;
+    if (limit_permille)
+        limit = rbi_min(limit, info.total_bytes / 1000 * limit_permille);
+    if (limit < rbi_pool_limit(pool, info.total_bytes))
+        (void)rebatch_pool_set_limit(pool, limit);
+}
