@@ -233,9 +233,8 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
                                  const struct rbi_setting *setting, size_t count)
 {
     const size_t need = rbi_line_at(&model->peak, count);
-    rebatch_pool_stats stats;
     size_t available, growth;
-    rebatch_status status = rebatch_pool_get_stats(&stats, setting->pool);
+    rebatch_status status = rbi_live_beside(&out->peak_bytes, setting->pool);
     if (!status)
         status = rbi_pool_available_resident(&available, setting->pool);
     if (!status)
@@ -243,7 +242,7 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
     if (status)
         return status;
     available -= rbi_min(available, growth);
-    out->peak_bytes = stats.live_bytes + need;
+    out->peak_bytes += need;
     out->failing_bytes = need;
     out->reserved_bytes = out->peak_bytes;
     out->fits = need <= available - available / PIECES_SHARE;
