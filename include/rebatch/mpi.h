@@ -63,9 +63,9 @@ static inline rebatch_status rebatch_mpi_wait(MPI_Request *request, uint64_t tim
 }
 
 /** @cond internal */
-/* Who is there. A rank that has waited for half of its timeout in a vote asks all others, and a rank
- * that waits in the same vote answers. A message has no bytes: its tag is the vote, and whether it
- * is the answer. */
+/* Who is there. A rank that has waited for half of its timeout in a vote asks all others, and a
+ * rank that waits in the same vote answers. A message has no bytes: its tag is the vote, and
+ * whether it is the answer. */
 static inline void rebatch_mpi_send(const rebatch_mpi *mpi, int to, int is_answer)
 {
     const int tag = (int)(mpi->vote % 16000) * 2 + is_answer;

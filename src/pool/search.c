@@ -126,8 +126,9 @@ static rebatch_status take_anywhere(struct rbi_block **out, rebatch_pool *pool,
 
 /* ---- what is mapped, or fresh ---- */
 
-/* How much a request of `bytes`, whole pages of them `rounded`, takes from a device without pages: one that is much smaller
- * than what the pool holds shares a segment with others, if there is room for one. */
+/* How much a request of `bytes`, whole pages of them `rounded`, takes from a device without pages:
+ * one that is much smaller than what the pool holds shares a segment with others, if there
+ * is room for one. */
 static size_t segment_bytes(const rebatch_pool *pool, size_t bytes, size_t rounded, size_t room)
 {
     const size_t held = (size_t)rbi_vm_bytes(&pool->vm) / RBI_SHARED_PARTS_OF_HELD;

@@ -110,8 +110,8 @@ static rebatch_status run_training(struct course *course)
     return status ? status : run_step(course, true, false);
 }
 
-/* What lives of before a step is the rest of the batch before: where a trial of the size leaves more,
- * a smaller one comes after it. 0: there is no rest. */
+/* What lives of before a step is the rest of the batch before: where a trial of the size leaves
+ * more, a smaller one comes after it. 0: there is no rest. */
 static size_t small_of(const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     rbi_assert(plan->count > 0);

@@ -363,8 +363,8 @@ static struct rbi_pool_bound bound_of(rebatch_pool *pool)
     return bound;
 }
 
-/* What an OOM is told to come from: the limit, where it leaves no more than the device has, and else
- * the device, with what others have of it. */
+/* What an OOM is told to come from: the limit, where it leaves no more than the device has, and
+ * else the device, with what others have of it. */
 Test(pool_report, the_bound_is_whichever_leaves_less)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;

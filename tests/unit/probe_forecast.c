@@ -276,8 +276,8 @@ Test(probe_forecast, a_session_that_begins_anew_has_room)
             9);
 }
 
-/* What steps before have left is freed by the first micro-batch, and lives until the step ends, which
- * can take that back: the second micro-batch does not have its room. */
+/* What steps before have left is freed by the first micro-batch, and lives until the step ends,
+ * which can take that back: the second micro-batch does not have its room. */
 Test(probe_forecast, what_older_steps_have_left_goes_with_the_step)
 {
     struct bed bed;
