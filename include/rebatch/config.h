@@ -32,6 +32,17 @@ extern "C" {
  *          in the Python package is; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_config_load(rebatch_config **out, const char *path);
 
+/** Look for mistakes in a file and in the environment, as rebatch_config_load() reads them, and go
+ *  on behind each: a file has one sentence for each setting that is wrong. Whether settings fit
+ *  together is looked at where each alone is right.
+ *  @param path        as of rebatch_config_load()
+ *  @param on_mistake  called for each mistake, with a sentence that has file, line and what was
+ *                     expected; the sentence is valid during the call
+ *  @param user        passed to on_mistake
+ *  @return REBATCH_OK; REBATCH_E_PARSE when there was a mistake; else as rebatch_config_load() */
+REBATCH_API rebatch_status rebatch_config_check(
+    const char *path, void (*on_mistake)(const char *sentence, void *user), void *user);
+
 /** Release settings.
  *  @param config  NULL is allowed */
 REBATCH_API void rebatch_config_free(rebatch_config *config);

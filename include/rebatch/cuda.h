@@ -30,6 +30,10 @@ extern "C" {
 
 /** Open an NVIDIA GPU. The device uses the GPU's primary context, as the CUDA runtime does.
  *  Thread-safe.
+ *
+ *  A GPU whose driver refuses the calls of virtual memory has none. On a GPU that uses the memory
+ *  of the machine (CU_DEVICE_ATTRIBUTE_INTEGRATED), free_bytes is MemAvailable less a 16th of all
+ *  memory, and an allocation of more is REBATCH_OOM.
  *  @param[out] out  owned by the caller, close with rebatch_device_close(); NULL on failure
  *  @param options   copied; NULL: defaults
  *  @return REBATCH_OK; REBATCH_E_NO_DEVICE when there is no driver, the driver is too old, or there

@@ -153,7 +153,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_probe(rebatch *rb, const rebatch_step
 
 /** Predict the memory that steps with micro-batches of `size` need in the pool as it is now. Uses
  *  the memory model of the session's last rebatch_probe(), or what rebatch_options.learn learned.
- *  Calls no callback. reserve_bytes are taken from the pool during the call.
+ *  Buffers of `resize` count with their bytes for `size`, not with those that are there now. Calls
+ *  no callback. reserve_bytes are taken from the pool during the call.
  *  @param[out] out  zeroed on failure
  *  @param rb        the session
  *  @param size      at least 1; may exceed the batch and the session's limits; a cost if the probe

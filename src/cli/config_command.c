@@ -27,11 +27,19 @@ static int load(rebatch_config **config, const char *path)
     return RBI_EXIT_FAILED;
 }
 
+static void print_mistake(const char *sentence, void *user)
+{
+    (void)user;
+    fprintf(stderr, "%s\n", sentence);
+}
+
 static int config_check(int count, char **paths)
 {
     if (count != 1)
         return rbi_command_refuse("config check FILE");
     rebatch_config *config;
+    if (rebatch_config_check(paths[0], print_mistake, NULL) == REBATCH_E_PARSE)
+        return RBI_EXIT_FAILED;
     const int code = load(&config, paths[0]);
     if (code)
         return code;

@@ -11,11 +11,13 @@
 /* A timed sample runs a short trace as often as it takes to make this many pairs, or as many calls
  * of other kinds. */
 #define SAMPLE_PAIRS 20000
-/* Before that it runs so often: by then a pool knows what it needs, and whether it repeats. */
+/* Before that it runs so often: by then a pool knows what it needs, and whether it repeats. Of a
+ * trace of more than WARM_OPS operations there are fewer, and THIRD of them at least. The number is
+ * not one of seconds, because the figures of warm passes are to be the same on every machine. */
 #define WARM_PASSES 16
-/* Warm passes end after so long, and so do samples: of a trace that takes seconds there are fewer,
- * one at least. */
-#define WARM_MOST_NS 5e9
+#define WARM_OPS ((size_t)1 << 24)
+#define THIRD 3
+/* Samples end after so long: of a trace that takes seconds there are fewer, one at least. */
 #define SAMPLES_MOST_NS 10e9
 #define REPORT_BYTES 4096
 
@@ -341,12 +343,13 @@ static rebatch_status warm_up(uint64_t *third_ns, struct rig *rig, const struct 
 {
     double ns_per_pair;
     rebatch_status status = REBATCH_OK;
-    const double began = now_ns();
     uint64_t before = 0;
-    for (int i = 0; i < WARM_PASSES && !status && now_ns() - began < WARM_MOST_NS; i++) {
+    for (size_t i = 1; i <= WARM_PASSES && !status; i++) {
+        if (i > THIRD && i * trace->closed_count > WARM_OPS)
+            break;
         status = sample(&ns_per_pair, rig, trace, 1);
         const uint64_t after = driver_ns(rig);
-        if (i == 2)
+        if (i == THIRD)
             *third_ns = after - before;
         before = after;
     }

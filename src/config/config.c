@@ -36,6 +36,22 @@ static rebatch_status find_file(const char **path)
     return REBATCH_OK;
 }
 
+static rebatch_status read_all(struct rebatch_config *config, const char *path, const char *program)
+{
+    rebatch_status status = set_defaults(config);
+    if (!status && program)
+        status = rbi_config_read_program(config, program);
+    if (!status && !path)
+        status = rbi_config_note(config, find_file(&path));
+    if (!status && path)
+        status = rbi_config_note(config, rbi_config_read_file(config, path));
+    if (!status)
+        status = rbi_config_read_environment(config);
+    if (!status && !config->has_mistake)
+        status = rbi_config_note(config, rbi_config_check_conflicts(config));
+    return !status && config->has_mistake ? REBATCH_E_PARSE : status;
+}
+
 rebatch_status rbi_config_load(rebatch_config **out, const char *path, const char *program)
 {
     if (!out)
@@ -44,17 +60,7 @@ rebatch_status rbi_config_load(rebatch_config **out, const char *path, const cha
     struct rebatch_config *config = rbi_heap_calloc(1, sizeof *config);
     if (!config)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
-    rebatch_status status = set_defaults(config);
-    if (!status && program)
-        status = rbi_config_read_program(config, program);
-    if (!status && !path)
-        status = find_file(&path);
-    if (!status && path)
-        status = rbi_config_read_file(config, path);
-    if (!status)
-        status = rbi_config_read_environment(config);
-    if (!status)
-        status = rbi_config_check_conflicts(config);
+    const rebatch_status status = read_all(config, path, program);
     if (status)
         rebatch_config_free(config);
     else
@@ -65,6 +71,22 @@ rebatch_status rbi_config_load(rebatch_config **out, const char *path, const cha
 rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
 {
     return rbi_config_load(out, path, NULL);
+}
+
+rebatch_status rebatch_config_check(const char *path,
+                                    void (*on_mistake)(const char *sentence, void *user),
+                                    void *user)
+{
+    if (!on_mistake)
+        return rbi_error(REBATCH_E_INVALID, "on_mistake is NULL: expected a function");
+    struct rebatch_config *config = rbi_heap_calloc(1, sizeof *config);
+    if (!config)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
+    config->on_mistake = on_mistake;
+    config->user = user;
+    const rebatch_status status = read_all(config, path, NULL);
+    rebatch_config_free(config);
+    return status;
 }
 
 void rebatch_config_free(rebatch_config *config)

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "config/settings.h"
+#include "device/device.h"
 #include "recover/size_limits.h"
 
 /* 'batch.smallest is 8 (t.cfg:1)' */
@@ -100,6 +101,31 @@ static rebatch_status check_memory(const struct rebatch_config *config)
         status = refuse(config, RBI_MEMORY_FENCE, RBI_MEMORY_CACHING,
                         "memory.caching to be true with it");
     return status;
+}
+
+static rebatch_status refuse_bytes(const struct rebatch_config *config, enum rbi_setting_id id,
+                                   const char *expected, size_t bytes)
+{
+    char text[224];
+    struct rbi_text t = {text, sizeof text, 0};
+    add_setting(&t, config, id);
+    return rbi_error(REBATCH_E_INVALID, "%s: expected %s, %zu bytes", text, expected, bytes);
+}
+
+rebatch_status rbi_config_check_device(const struct rebatch_config *config, rebatch_device *device)
+{
+    const struct rbi_entry *e = config->entries;
+    const size_t page_bytes = rbi_device_page_bytes(device);
+    if (e[RBI_MEMORY_LIMIT].number != 0 && e[RBI_MEMORY_LIMIT].number < page_bytes)
+        return refuse_bytes(config, RBI_MEMORY_LIMIT, "at least a page of the device", page_bytes);
+    rebatch_memory_info info;
+    if (e[RBI_MEMORY_HEADROOM].number == 0)
+        return REBATCH_OK;
+    const rebatch_status status = rebatch_device_memory(device, &info);
+    return status || e[RBI_MEMORY_HEADROOM].number <= info.total_bytes
+               ? status
+               : refuse_bytes(config, RBI_MEMORY_HEADROOM, "at most the memory of the device",
+                              info.total_bytes);
 }
 
 /* 0 samples: the effective batch, whatever it will be. */

@@ -86,13 +86,13 @@ static rebatch_status check_name(const char *name, size_t length)
                      shown.text, list, group->name);
 }
 
-rebatch_status rbi_config_check_names(void)
+rebatch_status rbi_config_check_names(struct rebatch_config *config)
 {
     const size_t prefix = sizeof RBI_VARIABLE_PREFIX - 1;
     for (char *const *at = environ; at && *at; at++) {
         if (strncmp(*at, RBI_VARIABLE_PREFIX, prefix) != 0)
             continue;
-        const rebatch_status status = check_name(*at, strcspn(*at, "="));
+        const rebatch_status status = rbi_config_note(config, check_name(*at, strcspn(*at, "=")));
         if (status)
             return status;
     }
@@ -111,8 +111,9 @@ rebatch_status rbi_config_read_environment(struct rebatch_config *config)
             rbi_entry_set_bare(&config->entries[i], &rbi_settings[i], text, &place);
         if (!status)
             status = rbi_entry_set_origin(&config->entries[i], &place);
+        status = rbi_config_note(config, status);
         if (status)
             return status;
     }
-    return rbi_config_check_names();
+    return rbi_config_check_names(config);
 }

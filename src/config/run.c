@@ -191,7 +191,7 @@ rebatch_status rebatch_config_check_run(void)
 {
     struct rbi_run_settings run;
     const rebatch_status status = rbi_run_settings_read(&run);
-    return status ? status : rbi_config_check_names();
+    return status ? status : rbi_config_check_names(NULL);
 }
 
 rebatch_status rebatch_config_run_limit(size_t *bytes, uint32_t *permille)

@@ -380,7 +380,13 @@ struct rbi_place rbi_source_place(const struct rbi_source *source, unsigned line
 
 struct rebatch_config {
     struct rbi_entry entries[RBI_SETTING_COUNT];
+    void (*on_mistake)(const char *sentence, void *user); /* NULL: the first mistake is the end */
+    void *user;
+    bool has_mistake; /* and was told of it */
 };
+
+/* Tells of a mistake: where there is somebody to tell, the reading goes on. */
+rebatch_status rbi_config_note(struct rebatch_config *config, rebatch_status status);
 
 /* As rebatch_config_load(); file and environment override the settings of `program`, which are text
  * such as "batch.largest = 64; memory.limit = 2GiB". NULL: there is none; with one, device.kind is
@@ -390,10 +396,12 @@ rebatch_status rbi_config_read_program(struct rebatch_config *config, const char
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
 /* REBATCH_E_PARSE with its text for a variable that is nearly a setting's. */
-rebatch_status rbi_config_check_names(void);
+rebatch_status rbi_config_check_names(struct rebatch_config *config);
 /* Overrides `options` with what a file or a variable has set, and leaves the rest. */
 void rbi_config_override(rebatch_options *options, const struct rebatch_config *config);
 /* What no value can be blamed for alone. REBATCH_E_PARSE. */
 rebatch_status rbi_config_check_conflicts(const struct rebatch_config *config);
+/* What only the device can tell. REBATCH_E_INVALID. */
+rebatch_status rbi_config_check_device(const struct rebatch_config *config, rebatch_device *device);
 
 #endif

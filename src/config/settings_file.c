@@ -180,7 +180,8 @@ static rebatch_status read_group(struct file *f, const config_setting_t *element
     rebatch_status status = REBATCH_OK;
     const int count = config_setting_length(element);
     for (int i = 0; i < count && !status; i++)
-        status = read_setting(f, group->name, config_setting_get_elem(element, (unsigned)i));
+        status = rbi_config_note(
+            f->config, read_setting(f, group->name, config_setting_get_elem(element, (unsigned)i)));
     return status;
 }
 
@@ -189,11 +190,12 @@ static rebatch_status read_tree(struct file *f, const config_t *tree, const char
     const config_setting_t *root = config_root_setting(tree);
     const int count = config_setting_length(root);
     for (int i = 0; i < count; i++) {
-        const rebatch_status status = read_group(f, config_setting_get_elem(root, (unsigned)i));
+        const rebatch_status status =
+            rbi_config_note(f->config, read_group(f, config_setting_get_elem(root, (unsigned)i)));
         if (status)
             return status;
     }
-    if (f->count > 0)
+    if (f->count > 0 || f->config->has_mistake)
         return REBATCH_OK;
     return rbi_error(
         REBATCH_E_PARSE,

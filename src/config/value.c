@@ -399,3 +399,14 @@ rebatch_log_level rbi_entry_log_level(const struct rbi_entry *entry)
                                                REBATCH_LOG_INFO,    REBATCH_LOG_DEBUG};
     return levels[entry->number];
 }
+
+/* ---- mistakes ---- */
+
+rebatch_status rbi_config_note(struct rebatch_config *config, rebatch_status status)
+{
+    if (status != REBATCH_E_PARSE || !config || !config->on_mistake)
+        return status;
+    config->on_mistake(rebatch_last_error(), config->user);
+    config->has_mistake = true;
+    return REBATCH_OK;
+}

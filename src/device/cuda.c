@@ -11,6 +11,7 @@
 
 /* Values of cuda.h. */
 enum {
+    ATTRIBUTE_INTEGRATED = 18,
     ATTRIBUTE_VIRTUAL_MEMORY = 102,
     ATTRIBUTE_HOST_NODE = 134,
     ATTRIBUTE_HOST_VIRTUAL_MEMORY = 141,
@@ -39,6 +40,7 @@ struct cuda {
     int handle;             /* as the driver calls it */
     cu_context context;     /* the primary one; NULL: not retained */
     size_t page_bytes;
+    bool is_integrated; /* the GPU's memory is the machine's */
     struct cu_memory_kind kind, host_kind;
     int (*take_last_error)(void);
     struct rbi_device_ops ops; /* without virtual memory where the GPU has none */
@@ -95,9 +97,41 @@ static size_t cuda_page_bytes(void *self)
     return ((struct cuda *)self)->page_bytes;
 }
 
-static rebatch_status memory_info(void *self, rebatch_memory_info *out)
+static rebatch_status driver_memory(void *self, rebatch_memory_info *out)
 {
     CALL(memory_info(&out->free_bytes, &out->total_bytes));
+}
+
+/* Of memory that the GPU shares with the machine, this part stays free: without any, the machine
+ * hangs. */
+#define SHARE_OF_MACHINE 16
+
+/* Of shared memory the driver leaves out the file cache, which the machine gives up when memory is
+ * short. */
+static rebatch_status memory_info(void *self, rebatch_memory_info *out)
+{
+    const struct cuda *cuda = self;
+    const rebatch_status status = driver_memory(self, out);
+    const size_t available = status || !cuda->is_integrated ? 0 : rbi_host_free_bytes();
+    if (available == 0) /* or the machine does not say */
+        return status;
+    const size_t kept = out->total_bytes / SHARE_OF_MACHINE;
+    out->free_bytes = rbi_min(available - rbi_min(available, kept), out->total_bytes);
+    return REBATCH_OK;
+}
+
+/* A driver gives shared memory until the machine has none. */
+static rebatch_status check_room(void *self, size_t bytes)
+{
+    rebatch_memory_info info;
+    if (!((struct cuda *)self)->is_integrated)
+        return REBATCH_OK;
+    const rebatch_status status = memory_info(self, &info);
+    return status || bytes <= info.free_bytes
+               ? status
+               : rbi_error(REBATCH_OOM,
+                           "the machine has %zu bytes for the GPU, and no room for %zu",
+                           info.free_bytes, bytes);
 }
 
 static rebatch_status cuda_memory(void *self, rebatch_memory_info *out)
@@ -131,7 +165,9 @@ static rebatch_status alloc(void *self, cu_pointer *out, size_t bytes)
 static rebatch_status cuda_alloc(void *self, void **out, size_t bytes)
 {
     cu_pointer memory = 0;
-    const rebatch_status status = alloc(self, &memory, bytes);
+    rebatch_status status = check_room(self, bytes);
+    if (!status)
+        status = alloc(self, &memory, bytes);
     *out = (void *)(uintptr_t)memory;
     return count(self, status, bytes, 0);
 }
@@ -207,7 +243,9 @@ static rebatch_status create(void *self, unsigned long long *out, size_t bytes)
 static rebatch_status cuda_create(void *self, rbi_physical *out, size_t bytes)
 {
     unsigned long long physical = 0;
-    const rebatch_status status = create(self, &physical, bytes);
+    rebatch_status status = check_room(self, bytes);
+    if (!status)
+        status = create(self, &physical, bytes);
     *out = physical;
     return count(self, status, bytes, 0);
 }
@@ -461,35 +499,39 @@ static int (*shared_runtime_last_error(void))(void)
     return function;
 }
 
-/* Whether memory of the host node next to the GPU can be mapped in its pages: drivers that do not
- * know the attribute refuse it. */
+static int attribute_of(const struct cuda *cuda, int attribute)
+{
+    int value = 0; /* also where the driver does not know the attribute */
+    return cuda->driver->device_get_attribute(&value, attribute, cuda->handle) ? 0 : value;
+}
+
+/* Whether memory of the host node next to the GPU can be mapped in its pages, and is memory that
+ * the GPU does not have anyway. */
 static bool finds_host_memory(struct cuda *cuda)
 {
-    const struct rbi_cuda_driver *driver = cuda->driver;
-    int can = 0, node = 0;
     size_t bytes = 0;
-    if (driver->device_get_attribute(&can, ATTRIBUTE_HOST_VIRTUAL_MEMORY, cuda->handle) || !can ||
-        driver->device_get_attribute(&node, ATTRIBUTE_HOST_NODE, cuda->handle))
+    if (cuda->is_integrated || !attribute_of(cuda, ATTRIBUTE_HOST_VIRTUAL_MEMORY))
         return false;
+    const int node = attribute_of(cuda, ATTRIBUTE_HOST_NODE);
     cuda->host_kind = (struct cu_memory_kind){
         .type = KIND_PINNED, .location = {LOCATION_HOST_NODE, node > 0 ? node : 0}};
-    return driver->granularity(&bytes, &cuda->host_kind, GRANULARITY_MINIMUM) == 0 && bytes &&
+    return cuda->driver->granularity(&bytes, &cuda->host_kind, GRANULARITY_MINIMUM) == 0 && bytes &&
            cuda->page_bytes % bytes == 0;
 }
 
-static rebatch_status find_page(struct cuda *cuda)
+/* Drivers of virtual GPUs may say that they have virtual memory, and refuse its calls: what they
+ * have then is plain allocations. */
+static void find_page(struct cuda *cuda)
 {
-    int has_virtual_memory = 0;
-    int code = cuda->driver->device_get_attribute(&has_virtual_memory, ATTRIBUTE_VIRTUAL_MEMORY,
-                                                  cuda->handle);
-    cuda->page_bytes = PLAIN_PAGE_BYTES;
-    if (!code && has_virtual_memory)
-        code = cuda->driver->granularity(&cuda->page_bytes, &cuda->kind, GRANULARITY_MINIMUM);
-    else
+    cuda->is_integrated = attribute_of(cuda, ATTRIBUTE_INTEGRATED) != 0;
+    if (!attribute_of(cuda, ATTRIBUTE_VIRTUAL_MEMORY) ||
+        cuda->driver->granularity(&cuda->page_bytes, &cuda->kind, GRANULARITY_MINIMUM) ||
+        cuda->page_bytes == 0) {
+        cuda->page_bytes = PLAIN_PAGE_BYTES;
         cuda->ops.reserve = NULL;
-    if (code || !finds_host_memory(cuda))
+    }
+    if (!cuda->ops.reserve || !finds_host_memory(cuda))
         cuda->ops.create_host = NULL;
-    return rebatch_from_cuda(NULL, code);
 }
 
 static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o, char *name,
@@ -518,7 +560,9 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
             rebatch_from_cuda(NULL, cuda->driver->context_retain(&cuda->context, cuda->handle));
     cuda->kind = (struct cu_memory_kind){
         .type = KIND_PINNED, .location = {.type = LOCATION_DEVICE, .id = cuda->ordinal}};
-    return status ? status : find_page(cuda);
+    if (!status)
+        find_page(cuda);
+    return status;
 }
 
 /* "CUDA 13.0, driver 580.159.04": of CUDA what the driver knows, and its own number where the

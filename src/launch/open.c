@@ -31,7 +31,9 @@ static rebatch_status open_with_environment(rebatch **out, rebatch_device *devic
     if (status)
         return status;
     rbi_config_override(&options, config);
-    status = open_session(out, device, &options);
+    status = rbi_config_check_device(config, device);
+    if (!status)
+        status = open_session(out, device, &options);
     rebatch_config_free(config);
     return status;
 }
@@ -59,7 +61,9 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
 static rebatch_status open_on(rebatch **out, rebatch_device *device, const rebatch_config *config)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;
-    rebatch_status status = rebatch_config_options(&options, config);
+    rebatch_status status = rbi_config_check_device(config, device);
+    if (!status)
+        status = rebatch_config_options(&options, config);
     if (!status)
         status = open_session(out, device, &options);
     if (status)

@@ -88,6 +88,14 @@ static void add_head(struct rbi_text *t, const struct rbi_probe_result *result)
     rbi_text_add(t, "\n\n");
 }
 
+static bool is_predicted_to_fit(const struct rbi_probe_result *result, size_t size)
+{
+    for (size_t i = 0; i < result->row_count; i++)
+        if (result->rows[i].prediction.size == size && result->rows[i].has_prediction)
+            return result->rows[i].prediction.fits;
+    return true;
+}
+
 static void add_twice(struct rbi_text *t, const struct rbi_probe_result *result)
 {
     const rebatch_probe_report *report = &result->report;
@@ -101,7 +109,8 @@ static void add_twice(struct rbi_text *t, const struct rbi_probe_result *result)
         rbi_text_add(t, ", %s more than there is\n",
                      show_bytes((double)(report->twice_bytes - result->limit_bytes)).text);
     else
-        rbi_text_add(t, ", which is there\n");
+        rbi_text_add(t, is_predicted_to_fit(result, 2 * report->size) ? ", which is there\n"
+                                                                      : ", which does not fit\n");
 }
 
 void rbi_probe_add_table(struct rbi_text *t, const struct rbi_probe_result *result)

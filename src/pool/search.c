@@ -126,6 +126,17 @@ static rebatch_status take_anywhere(struct rbi_block **out, rebatch_pool *pool,
 
 /* ---- what is mapped, or fresh ---- */
 
+/* How much a request of `bytes`, whole pages of them `rounded`, takes from a device without pages:
+ * one that is much smaller than what the pool holds shares a segment with others, if there
+ * is room for one. */
+static size_t segment_bytes(const rebatch_pool *pool, size_t bytes, size_t rounded, size_t room)
+{
+    const size_t held = (size_t)rbi_vm_bytes(&pool->vm) / RBI_SHARED_PARTS_OF_HELD;
+    const size_t shared =
+        rbi_max(held & ~(pool->page_bytes - 1), RBI_SHARED_PAGES * pool->page_bytes);
+    return pool->caching && bytes < shared / 2 && shared <= room ? shared : rounded;
+}
+
 /* Fresh memory of a device without pages. What does not fit limit and headroom is not asked
  * for. */
 static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
@@ -139,11 +150,11 @@ static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
     size_t bytes;
     if (!rbi_round_up(request->bytes, pool->page_bytes, &bytes) || bytes > room)
         return REBATCH_OOM;
-    const size_t shared = RBI_SHARED_PAGES * pool->page_bytes;
-    if (pool->caching && request->bytes < pool->page_bytes && shared <= room)
-        bytes = shared;
+    const size_t segment = segment_bytes(pool, request->bytes, bytes, room);
     struct rbi_block *block;
-    status = rbi_range_alloc(&block, pool, bytes, request->stream);
+    status = rbi_range_alloc(&block, pool, segment, request->stream);
+    if (status == REBATCH_OOM && segment > bytes)
+        status = rbi_range_alloc(&block, pool, bytes, request->stream);
     *out = take(pool, request, block);
     return status;
 }

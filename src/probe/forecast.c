@@ -64,7 +64,7 @@ static rebatch_status run_next(struct course *course, size_t count, bool may_fai
 /* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
  * has found, for a while, and the last may be smaller. */
 #define ALIKE_MOST 4
-static rebatch_status run_step(struct course *course, bool may_fail)
+static rebatch_status run_microbatches(struct course *course, bool may_fail)
 {
     const size_t count = course->plan->count, batch = course->plan->batch;
     rbi_assert(count > 0 && batch > 0);
@@ -73,6 +73,18 @@ static rebatch_status run_step(struct course *course, bool may_fail)
     for (size_t i = 0; i < whole && !status; i++)
         status = run_next(course, count, may_fail);
     return status || batch % count == 0 ? status : run_next(course, batch % count, may_fail);
+}
+
+/* What a step frees of what lived before it lives until the step's end, which can take it back. */
+static rebatch_status run_step(struct course *course, bool may_fail, bool has_pieces)
+{
+    rebatch_scope scope;
+    rebatch_status status = rebatch_scope_begin(&scope, course->dry.pool);
+    if (!status)
+        status = run_microbatches(course, may_fail);
+    if (!status && has_pieces)
+        status = run_next(course, 0, true);
+    return status ? status : rebatch_scope_commit(course->dry.pool, scope);
 }
 
 /* ---- in this session ---- */
@@ -94,19 +106,17 @@ static rebatch_status run_training(struct course *course)
     for (size_t i = 0; i < setting->piece_count && !status; i++)
         status = rebatch_pool_free(course->dry.pool, setting->pieces[i].address);
     if (!status)
-        status = run_step(course, true);
-    if (!status)
-        status = run_next(course, 0, true);
-    return status ? status : run_step(course, true);
+        status = run_step(course, true, true);
+    return status ? status : run_step(course, true, false);
 }
 
-/* Where a step has one micro-batch of the size and a rest, none follows another of the size: the
- * rest comes between, which leaves less to the next. 0: it is not so. */
+/* What lives of before a step is the rest of the batch before: where a trial of the size leaves
+ * more, a smaller one comes after it. 0: there is no rest. */
 static size_t small_of(const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     rbi_assert(plan->count > 0);
     const size_t rest = plan->batch % plan->count;
-    if (plan->batch / plan->count != 1 || rest == 0)
+    if (rest == 0)
         return 0;
     const size_t small = rbi_max(rest, setting->least + 1); /* the first trial stays as it was */
     return small < plan->count ? small : 0;
@@ -171,8 +181,8 @@ static rebatch_status run_fresh(struct course *course)
     if (!status)
         status = rbi_dry_hold_outside(dry, course->plan->count);
     if (!status)
-        status = run_step(course, true);
-    return status ? status : run_step(course, false);
+        status = run_step(course, true, false);
+    return status ? status : run_step(course, false, false);
 }
 
 /* ---- judgement ---- */
@@ -233,9 +243,8 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
                                  const struct rbi_setting *setting, size_t count)
 {
     const size_t need = rbi_line_at(&model->peak, count);
-    rebatch_pool_stats stats;
     size_t available, growth;
-    rebatch_status status = rebatch_pool_get_stats(&stats, setting->pool);
+    rebatch_status status = rbi_live_beside(&out->peak_bytes, setting->pool);
     if (!status)
         status = rbi_pool_available_resident(&available, setting->pool);
     if (!status)
@@ -243,7 +252,7 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
     if (status)
         return status;
     available -= rbi_min(available, growth);
-    out->peak_bytes = stats.live_bytes + need;
+    out->peak_bytes += need;
     out->failing_bytes = need;
     out->reserved_bytes = out->peak_bytes;
     out->fits = need <= available - available / PIECES_SHARE;

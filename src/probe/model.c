@@ -219,10 +219,17 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count)
     return most_at_once(model, count, true);
 }
 
-rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count)
+rebatch_status rbi_live_beside(uint64_t *out, rebatch_pool *pool)
 {
     rebatch_pool_stats stats;
-    const rebatch_status status = rebatch_pool_get_stats(&stats, model->pool);
-    *out = status ? 0 : stats.live_bytes + most_at_once(model, count, false);
+    const rebatch_status status = rebatch_pool_get_stats(&stats, pool);
+    *out = status ? 0 : stats.live_bytes - rbi_pool_resident_bytes(pool);
+    return status;
+}
+
+rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count)
+{
+    const rebatch_status status = rbi_live_beside(out, model->pool);
+    *out += status ? 0 : most_at_once(model, count, false);
     return status;
 }

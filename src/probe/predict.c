@@ -115,14 +115,17 @@ static rebatch_status predict_with_reserve(rebatch_prediction *out, rebatch *rb,
     return status;
 }
 
+/* What resize has made for the size that runs is in the model of each size, and counts there. */
 static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
                               size_t reserve_bytes)
 {
     void *made[RBI_MADE_MOST];
     const size_t *bytes;
     const size_t all = rbi_need_get_made(&bytes, rb);
+    const unsigned turn = rbi_residents_enter(rebatch_get_pool(rb), rbi_session_buffers(rb));
     size_t count = hold_made(made, rb, bytes, all);
     const rebatch_status status = predict_with_reserve(out, rb, batch, reserve_bytes);
+    (void)rbi_residents_enter(rebatch_get_pool(rb), turn);
     if (count < all)
         out->fits = false;
     while (count > 0)

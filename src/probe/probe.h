@@ -202,6 +202,8 @@ const struct rbi_model_event *rbi_model_next(struct rbi_cursor *cursor);
 /* The most bytes live at once on top of what lives already, rounded as the pool does, pieces not
  * considered. Uses no heap. */
 uint64_t rbi_model_need(const struct rbi_model *model, size_t count);
+/* What lives in the pool, but for the buffers that resize has made, which are in the model. */
+rebatch_status rbi_live_beside(uint64_t *out, rebatch_pool *pool);
 /* The most bytes live at once, with what lives already, and without what is only reserved. */
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 

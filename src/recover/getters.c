@@ -43,6 +43,11 @@ const rebatch_options *rbi_session_options(const rebatch *rb)
     return &rb->options;
 }
 
+unsigned rbi_session_buffers(const rebatch *rb)
+{
+    return rb->sizes.shares_buffers ? 0 : rb->residents;
+}
+
 rebatch_device *rbi_session_device(const rebatch *rb)
 {
     return rb->device;

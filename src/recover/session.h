@@ -21,6 +21,8 @@ rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
  * what is known, and for the level of events, whose default depends on who gets them. */
 const rebatch_options *rbi_session_options(const rebatch *rb);
 rebatch_device *rbi_session_device(const rebatch *rb);
+/* Whose buffers, by rbi_residents_enter(), a step of another size takes back; 0: nobody's. */
+unsigned rbi_session_buffers(const rebatch *rb);
 /* The number of the effective batch, and its samples while callbacks can run. */
 uint64_t rbi_session_step(const rebatch *rb);
 size_t rbi_session_batch(const rebatch *rb);

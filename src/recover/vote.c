@@ -243,6 +243,8 @@ rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_sa
     rebatch_status status = rbi_group_all_reduce(rb, &failed, 1, REBATCH_SUM);
     if (!status && failed)
         status = rbi_vote_hear(rb, own, said);
+    if (own == REBATCH_E_PEER && rb->group.has_ended)
+        return status; /* who is missing says more than that somebody was, in reduce */
     return own ? rbi_said_again(said, own) : status;
 }
 

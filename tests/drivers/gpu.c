@@ -1,7 +1,8 @@
 /* A stand-in for CUDA's driver, with calls.c: a GPU that has addresses and no memory; with
  * DRIVER_MEMORY, memory that the process can use is behind them. Every call that allocates or frees
  * is written into the file that DRIVER_LOG names; with DRIVER_LOG_WAITS, waits are there too.
- * DRIVER_BYTES is how much memory there is, 64 MiB unless it is set. Must not know the tests. */
+ * DRIVER_BYTES is how much memory there is, 64 MiB unless it is set; DRIVER_HAS is the number of
+ * the one attribute that the GPU has. Must not know the tests. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -228,9 +229,9 @@ CALL(cuDeviceGetName, (char *name, int size, int device), {
     return OK;
 })
 CALL(cuDeviceGetAttribute, (int *value, int attribute, int device), {
-    (void)attribute;
+    const char *const has = getenv("DRIVER_HAS");
     (void)device;
-    *value = 0;
+    *value = has && strtol(has, NULL, 10) == attribute;
     return OK;
 })
 static int context;

@@ -78,6 +78,23 @@ Test(cli_config, check)
            "\"info\" or \"debug\"\n");
 }
 
+Test(cli_config, a_check_lists_every_mistake)
+{
+    config_write("bad.cfg", "memory = { limit = \"1KiX\"; headrom = 3; };\n"
+                            "batch = { largest = -1; };\nfoo = { a = 1; };\n");
+    setenv("REBATCH_BATCH_STRT", "3", 1);
+    expect(
+        "config check bad.cfg", 1, "",
+        "bad.cfg:1: memory.limit is \"1KiX\", which may mean 1KiB or 1KB: expected bytes such as "
+        "1048576 or \"22GiB\", a share such as \"90%\" of the device's memory, or \"none\"\n"
+        "bad.cfg:1: memory.headrom is not a setting; did you mean memory.headroom?\n"
+        "bad.cfg:2: batch.largest is -1, a negative number: expected a whole number, 0 or more\n"
+        "bad.cfg:3: foo is not a group: expected batch, memory, recovery, growth, probe, device "
+        "or log\n"
+        "REBATCH_BATCH_STRT is not a setting's variable; did you mean REBATCH_BATCH_START?\n");
+    cr_assert_eq(rebatch_config_check("bad.cfg", NULL, NULL), REBATCH_E_INVALID);
+}
+
 Test(cli_config, show)
 {
     config_write("a.cfg", "memory = {\n  limit = \"22GiB\";\n};\n");

@@ -275,6 +275,18 @@ Test(cli_run, an_option_that_would_do_nothing_is_refused)
                    "rebatch: --seed does nothing without --oom-chance: expected both\n");
 }
 
+/* The program opens its session by settings, so it is a setting that is wrong. */
+Test(cli_run, a_limit_of_less_than_a_page_names_the_setting)
+{
+    struct run r = run("--limit 1KiB", cli_minimal, "");
+    cr_expect(strncmp(r.error,
+                      "memory.limit is \"1KiB\" (REBATCH_MEMORY_LIMIT): expected at least a page "
+                      "of the device, 65536 bytes\n",
+                      98) == 0,
+              "%s", r.error);
+    done(&r);
+}
+
 /* A variable that nothing reads would leave the run without its limit. */
 Test(cli_run, a_variable_that_is_nearly_one_is_named)
 {

@@ -224,6 +224,62 @@ Test(probe_report, a_prediction_counts_what_the_next_step_makes_again)
     bed_close(&bed);
 }
 
+/* 1 MiB a sample in two buffers, which resize makes. */
+struct buffered {
+    rebatch *rb;
+    void *buffers[2];
+};
+
+static rebatch_status make_buffers(size_t count, void *user)
+{
+    struct buffered *b = user;
+    rebatch_status status = REBATCH_OK;
+    for (int i = 0; i < 2 && !status; i++)
+        status = rebatch_pool_alloc(&b->buffers[i], rebatch_get_pool(b->rb), count << 19, NULL, 0);
+    return status;
+}
+
+static rebatch_status do_nothing(void *user)
+{
+    return user ? REBATCH_OK : REBATCH_E_INVALID;
+}
+
+static rebatch_status compute(const rebatch_microbatch *mb, void *user)
+{
+    return mb->count > 0 && user ? REBATCH_OK : REBATCH_E_INVALID;
+}
+
+static void assert_buffers_count_once(rebatch *rb)
+{
+    for (size_t size = 1; size <= 40; size++) {
+        rebatch_prediction said;
+        cr_assert_eq(rebatch_predict(&said, rb, size, BATCH, NULL), REBATCH_OK);
+        cr_assert_eq(said.peak_bytes, MIB(size), "%zu", size);
+        cr_assert_eq(said.fits, size <= 20, "%zu", size);
+    }
+}
+
+/* The buffers that are there, of the smallest size or of the one that runs, are not in addition. */
+Test(probe_report, buffers_of_resize_count_once_in_a_prediction)
+{
+    struct buffered b = {0};
+    rebatch_probe_report report;
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = ops.optimizer_step = do_nothing;
+    ops.forward_backward = compute;
+    ops.resize = make_buffers;
+    cr_assert_eq(rebatch_open_default(&b.rb, "device.kind = host; device.capacity = 64MiB; "
+                                             "memory.limit = 20MiB"),
+                 REBATCH_OK);
+    cr_assert_eq(rebatch_probe(b.rb, &ops, BATCH, &b, NULL, &report), REBATCH_OK);
+    cr_assert_eq(report.size, 20);
+    cr_assert_eq(report.twice_bytes, MIB(40));
+    assert_buffers_count_once(b.rb);
+    cr_assert_eq(rebatch_step(b.rb, &ops, BATCH, &b, NULL), REBATCH_OK);
+    assert_buffers_count_once(b.rb);
+    rebatch_close(b.rb);
+}
+
 /* ---- words ---- */
 
 Test(probe_report, every_answer_has_its_words)

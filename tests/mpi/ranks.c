@@ -9,14 +9,18 @@
 #define SUMS_MOST 16
 
 static rebatch_mpi votes;
+static bool are_open; /* the votes: sums are made without them too */
 
 static rebatch_status open_group(rebatch_group *out)
 {
-    return rebatch_group_mpi(out, &votes, MPI_COMM_WORLD);
+    const rebatch_status status = rebatch_group_mpi(out, &votes, MPI_COMM_WORLD);
+    are_open = status == REBATCH_OK;
+    return status;
 }
 
 static void close_group(void)
 {
+    are_open = false;
     rebatch_mpi_close(&votes);
 }
 
@@ -29,6 +33,8 @@ static rebatch_status sum(uint64_t *values, size_t count, uint64_t timeout_ms)
 {
     static uint64_t sums[SUMS_MOST]; /* MPI may still have it when the wait has ended */
     MPI_Request request;
+    if (are_open && rebatch_mpi_meet(&votes, timeout_ms))
+        return REBATCH_E_PEER;
     memcpy(sums, values, count * sizeof *values);
     if (MPI_Iallreduce(MPI_IN_PLACE, sums, (int)count, MPI_UINT64_T, MPI_SUM, MPI_COMM_WORLD,
                        &request))

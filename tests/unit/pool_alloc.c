@@ -332,6 +332,22 @@ Test(pool_alloc, segments_are_as_large_as_needed)
     rig_close(&rig);
 }
 
+/* What is much smaller than what the pool holds shares a segment of a 16th of it: a training that
+ * needs many pieces of a few pages holds little beyond its peak. */
+Test(pool_alloc, segments_grow_with_what_the_pool_holds)
+{
+    struct rig rig = rig_open_plain(200, NULL);
+    void *held = take(rig.pool, 128 * PAGE);
+    void *alone = take(rig.pool, 4 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 132 * PAGE, "half of a 16th");
+    void *first = take(rig.pool, 3 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 140 * PAGE);
+    void *second = take(rig.pool, 5 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 140 * PAGE, "it lies in the same segment");
+    (void)held, (void)alone, (void)first, (void)second;
+    rig_close(&rig);
+}
+
 /* A request beyond the limit never reaches the device; one up to it is served. */
 Test(pool_alloc, a_request_beyond_the_limit_never_reaches_the_device)
 {

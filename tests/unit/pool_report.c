@@ -353,3 +353,38 @@ Test(pool_report, the_leak_report_reads_well)
     cr_assert_gt(rebatch_leak_format(text, sizeof text, &report), 0);
     rig_close(&rig);
 }
+
+/* ---- what there is no more than ---- */
+
+static struct rbi_pool_bound bound_of(rebatch_pool *pool)
+{
+    struct rbi_pool_bound bound;
+    cr_assert_eq(rbi_pool_get_bound(&bound, pool), REBATCH_OK);
+    return bound;
+}
+
+/* What an OOM is told to come from: the limit, where it leaves no more than the device has, and
+ * else the device, with what others have of it. */
+Test(pool_report, the_bound_is_whichever_leaves_less)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    void *others;
+    struct rig rig = rig_open(16, NULL);
+    cr_assert(!bound_of(rig.pool).is_limit, "there is none");
+    cr_assert_eq(bound_of(rig.pool).bytes, 16 * PAGE);
+    rig_close(&rig);
+    options.limit_bytes = 8 * PAGE;
+    rig = rig_open(16, &options);
+    (void)take_tagged(rig.pool, 2 * PAGE, 0);
+    cr_assert_eq(bound_of(rig.pool).bytes, 8 * PAGE);
+    cr_assert_eq(bound_of(rig.pool).outside_bytes, 0, "what the pool has is its own");
+    cr_assert_eq(rbi_device_alloc(rig.device, &others, 8 * PAGE), REBATCH_OK);
+    cr_assert(bound_of(rig.pool).is_limit, "both leave 6 pages");
+    cr_assert_eq(rbi_device_free(rig.device, others, 8 * PAGE), REBATCH_OK);
+    cr_assert_eq(rbi_device_alloc(rig.device, &others, 9 * PAGE), REBATCH_OK);
+    cr_assert(!bound_of(rig.pool).is_limit, "the device leaves 5");
+    cr_assert_eq(bound_of(rig.pool).bytes, 16 * PAGE);
+    cr_assert_eq(bound_of(rig.pool).outside_bytes, 9 * PAGE);
+    cr_assert_eq(rbi_device_free(rig.device, others, 9 * PAGE), REBATCH_OK);
+    rig_close(&rig);
+}

@@ -436,10 +436,14 @@ static size_t sum_reserved(size_t count)
     return sum;
 }
 
-static void make_reserving_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count)
+/* `first`: bytes a sample that a reserve asks for which comes before, and of which nothing is used;
+ * 0: there is none. */
+static void make_reserving_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count,
+                                 size_t first)
 {
     void *block;
     rbi_trace_begin(trace, pool, count);
+    cr_assert_eq(rebatch_pool_reserve(pool, first * count, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_reserve(pool, sum_reserved(count), NULL), REBATCH_OK);
     for (size_t i = 0; i < RESERVED; i++) {
         cr_assert_eq(rebatch_pool_alloc(&block, pool, reserved_bytes(i, count), NULL, 0),
@@ -451,7 +455,7 @@ static void make_reserving_trace(struct rbi_trace *trace, rebatch_pool *pool, si
     trace->peak_bytes = rounded_up(reserved_bytes(0, count), REBATCH_POOL_UNIT_BYTES);
 }
 
-Test(probe_model, a_reserve_that_is_the_sum_of_what_follows_is_so_at_every_size)
+static void assert_sum_is_foretold(size_t first)
 {
     static const size_t counts[] = {1, 10, 27};
     rebatch_device *device;
@@ -462,7 +466,7 @@ Test(probe_model, a_reserve_that_is_the_sum_of_what_follows_is_so_at_every_size)
     cr_assert_eq(rebatch_device_open_dry(&device, REBATCH_UNLIMITED, 0), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
     for (size_t i = 0; i < 3; i++) {
-        make_reserving_trace(&made[i], pool, counts[i]);
+        make_reserving_trace(&made[i], pool, counts[i], first);
         traces.whole[i] = &made[i];
     }
     cr_assert_eq(rbi_model_make(&model, &traces), REBATCH_OK);
@@ -470,6 +474,10 @@ Test(probe_model, a_reserve_that_is_the_sum_of_what_follows_is_so_at_every_size)
     for (size_t count = 1; count < 100; count++) {
         struct rbi_cursor cursor = {.model = &model, .count = count};
         const struct rbi_model_event *event = rbi_model_next(&cursor);
+        if (first) {
+            cr_assert_eq(cursor.bytes, first * count);
+            event = rbi_model_next(&cursor);
+        }
         cr_assert_eq(event->kind, RBI_TRACE_RESERVE);
         cr_assert_eq(cursor.bytes, sum_reserved(count));
     }
@@ -478,4 +486,15 @@ Test(probe_model, a_reserve_that_is_the_sum_of_what_follows_is_so_at_every_size)
         rbi_trace_release(&made[i]);
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
+}
+
+Test(probe_model, a_reserve_that_is_the_sum_of_what_follows_is_so_at_every_size)
+{
+    assert_sum_is_foretold(0);
+}
+
+/* Each reserve is looked at alone, also where the first asks for no sum. */
+Test(probe_model, so_is_a_reserve_behind_one_that_is_no_sum)
+{
+    assert_sum_is_foretold(5000);
 }

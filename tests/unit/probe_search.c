@@ -298,30 +298,30 @@ Test(probe_search, what_a_trial_needs_is_not_taken_ahead_where_a_workspace_is_ma
 
 /* ---- what a micro-batch leaves to the next ---- */
 
-/* A step of 64 has one micro-batch of 36 or more and a smaller one between two of them, so that 36
- * find 28 of the one before: 28 + 2 * 36 MiB. What other trials leave is more, and what 36 leave
- * themselves. */
-Test(probe_search, where_none_of_the_size_follows_another_a_smaller_one_comes_between)
+/* A step of 64 has two micro-batches of 31 and one of 2. The second finds what the first has left,
+ * and what the step before has left is there until the step ends: 2 + 31 + 2 * 31 MiB. What a trial
+ * of 31 leaves to the first step is too much. */
+Test(probe_search, where_a_trial_leaves_too_much_a_smaller_one_comes_last)
 {
     struct training t = {.each_bytes = MIB(1), .keeps = true};
     struct rbi_search search = search_of(&t, MIB(100));
     search.hint = 30;
     cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
-    cr_assert_eq(search.report.size, 36, "found %zu", search.report.size);
+    cr_assert_eq(search.report.size, 31, "found %zu", search.report.size);
     cr_assert_eq(search.report.ooms, 0);
-    cr_assert_eq(t.sizes[t.ran - 1], 28, "the steps find what the rest leaves");
+    cr_assert_eq(t.sizes[t.ran - 1], 2, "the steps find what the rest leaves");
     cr_assert_eq(search.report.microbatches, t.ran);
-    for (int i = 0; i < 4; i++)
-        cr_assert_eq(take(&t, i % 2 ? 28 : 36), REBATCH_OK);
+    for (int i = 0; i < 6; i++)
+        cr_assert_eq(take(&t, i % 3 == 2 ? 2 : 31), REBATCH_OK);
     end(&t, &search);
 }
 
-/* A step of 64 has three micro-batches of 20, each of which finds what the one before has left:
- * that is exactly as foretold, so that one run shows it. */
+/* A step of 64 has three micro-batches of 20 and one of 4, each of which finds what the one before
+ * has left, and the 4 of the step before: that is exactly as foretold, so that one run shows it. */
 Test(probe_search, what_is_foretold_exactly_is_run_once)
 {
     struct training t = {.each_bytes = MIB(1), .keeps = true};
-    struct rbi_search search = search_of(&t, MIB(60));
+    struct rbi_search search = search_of(&t, MIB(64));
     size_t runs = 0;
     cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
     cr_assert_eq(search.report.size, 20, "found %zu", search.report.size);
