@@ -154,7 +154,7 @@ class Callbacks:
     def _call_reduce(self, is_abandoned: bool, _user: Any) -> int:
         assert self._ranks is not None  # else C has no function to call
         if is_abandoned:
-            return self._ranks.abandon(self._trained)
+            return self._ranks.abandon(self._trained, self.session.error is not None)
         return self._run(self._reduce, self._ranks)
 
     def _call_lighten(self, level: int, _user: Any) -> int:
