@@ -263,6 +263,36 @@ def ooms_at_changes(is_on_all, failing_step, stride):
     )
 
 
+def sums_on_the_host():
+    """From the second step on rank 1 has memory for no sample in lockstep, until sums are in host
+    memory: the bits of a training that has room, and what was warned of."""
+    states, said, was_on_host = [], [], []
+    for is_short in (True, False):
+        model = model_of()
+        step = make_step(
+            model, loss_fn if not is_short else limited_to_host, clip=0.5, **of_size(2)
+        )
+        limited_to_host.step = None
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(3):
+                limited_to_host.step = step if number else None
+                step(own_batch())
+        said += [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+        was_on_host.append(step._training.ranks.accumulators.is_on_host)
+        states.append(whole(model))
+    return {"same": same_bits(*states), "said": said, "was_on_host": was_on_host}
+
+
+def limited_to_host(model, samples):
+    step = limited_to_host.step
+    if step and dist.get_rank() == RANK_OF_FAILURES:
+        if not step._training.ranks.accumulators.is_on_host:
+            out_of_memory_at_once()
+    return loss_fn(model, samples)
+
+
 def fails_otherwise_too():
     """Rank 1 runs out of memory, and rank 0 has another failure: the errors."""
     model = sharded(plain())

@@ -95,6 +95,13 @@ def test_and_returns_to_whole_parameters_when_there_is_room_again():
     assert all(found["is_back"] for found in run("fails_in_window"))
 
 
+def test_what_fits_no_sample_in_lockstep_sums_gradients_in_host_memory():
+    for found in run("sums_on_the_host"):
+        assert found["same"] and found["was_on_host"] == [True, False]
+        assert len(found["said"]) == 1
+        assert "gradients are summed in host memory" in found["said"][0]
+
+
 @pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
 def test_an_oom_at_every_operation_of_a_change_changes_no_bit(is_on_all, failing_step):
     for its in run("ooms_at_changes", is_on_all, failing_step, 9):

@@ -134,7 +134,10 @@ class Callbacks:
     # ---- what C calls ----
 
     def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
-        return self.session.run(body, *arguments)
+        status = self.session.run(body, *arguments)
+        if self._ranks:
+            self._ranks.note_status(status)
+        return status
 
     def _call_zero_grad(self, _user: Any) -> int:
         return self._run(self._zero_grad)
@@ -154,7 +157,7 @@ class Callbacks:
     def _call_reduce(self, is_abandoned: bool, _user: Any) -> int:
         assert self._ranks is not None  # else C has no function to call
         if is_abandoned:
-            return self._ranks.abandon(self._trained, self.session.error is not None)
+            return self._ranks.abandon(self._trained)
         return self._run(self._reduce, self._ranks)
 
     def _call_lighten(self, level: int, _user: Any) -> int:
@@ -391,4 +394,6 @@ class Callbacks:
                 "optimizer's first step."
             )
         if needed and meter:
+            if self._ranks and self._ranks.window:  # what stays is to lie in memory of its own
+                torch.cuda.empty_cache()
             self._update.rehearse()

@@ -175,7 +175,7 @@ class Training:
         return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
-        if self.ranks and self.ranks.return_to_window(self.number, self._beside_bytes):
+        if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
             self.close()
         session = self.open()
         micro, level = self.micro, self.callbacks.rungs.wanted
@@ -183,25 +183,14 @@ class Training:
             with self.gathered(Call.TRAINS):
                 return self._run_gathered(session, batch)
         except Exception as error:
-            why = self.ranks.why_leave(error) if self.ranks else ""
-            if not why:
+            said = self.ranks.go_on(error, self.number) if self.ranks else ""
+            if not said:
                 raise
-        self._leave_window(why)
+        self.close()
         # Not what was left of them when memory ran out.
         self._micro, self.callbacks.rungs.wanted = micro, level
+        warnings.warn(said, RuntimeWarning, stacklevel=user_stacklevel())
         return self._run(batch)
-
-    def _leave_window(self, why: str) -> None:
-        """On all ranks: the parameters are not whole from now on."""
-        assert self.ranks is not None  # else there is no window
-        self.close()
-        self.ranks.leave_window(self.number)
-        warnings.warn(
-            f"rebatch: {why} of fully_shard(): micro-batches gather the parameters from now on, "
-            "and have the same sizes on all ranks, until there is room for all parameters again",
-            RuntimeWarning,
-            stacklevel=user_stacklevel(),
-        )
 
     def _beside_bytes(self) -> int:
         """What a step takes beside what stays between two steps; 0 where that is not known."""

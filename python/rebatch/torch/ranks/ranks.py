@@ -101,7 +101,8 @@ class Ranks:
         self._has_window = has_window
         # Where the way may change: both, made now, when memory is there.
         self._ways = (window, Lockstep(window.root)) if window and has_window is None else None
-        self._return_at, self._wait = 0, _RETURN_AFTER  # the number of a step in lockstep
+        self._return_at: Optional[int] = None  # the number of a step
+        self._wait = _RETURN_AFTER
         sent = compression_of(wrappers)
         self._votes = Votes(group, timeout_seconds, values=4)
         self._votes.on_abort = weakly(self._abort)
@@ -126,32 +127,49 @@ class Ranks:
         self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
         self._join_update()
 
-    def why_leave(self, error: Exception) -> str:
-        """Whether leave_window() is the answer to an error: why, the same on all ranks; or ""."""
+    def go_on(self, error: Exception, number: int) -> str:
+        """What all ranks do about an error that ended step `number`, so that it can run again: a
+        warning; "" where there is nothing. All ranks call this together."""
         if isinstance(error, NoRoom):
-            return str(error)
-        is_fixed = self.lockstep or not self._ways or self._votes.lost
-        if is_fixed or not isinstance(error, (Exhausted, PeerFailed)):
-            return ""
+            return self._leave_window(str(error), number)
         failures = self._votes.received(_FAILURE)
-        if max(failures) != _RAN_OUT:
+        is_short = isinstance(error, (Exhausted, PeerFailed)) and max(failures) == _RAN_OUT
+        if not self.window or not is_short or self._votes.lost:
             return ""
-        return f"rank {failures.index(_RAN_OUT)} ran out of memory beside the whole parameters"
+        if not self.lockstep:
+            who = f"rank {failures.index(_RAN_OUT)}"
+            why = f"{who} ran out of memory beside the whole parameters"
+            return self._leave_window(why, number) if self._ways else ""
+        sums = self.accumulators
+        if not isinstance(sums, LockstepAccumulators) or sums.is_on_host:
+            return ""
+        sums.is_on_host, self._return_at = True, number + self._wait
+        return (  # in lockstep a micro-batch fails on all ranks, so none is named
+            "rebatch: the smallest micro-batch of fully_shard() ran out of memory in lockstep: "
+            "gradients are summed in host memory from now on"
+        )
 
-    def leave_window(self, number: int) -> None:
-        """From step `number` on parameters are not whole. All ranks call this together."""
+    def _leave_window(self, why: str, number: int) -> str:
         assert self._ways is not None
         self._return_at = number + self._wait
         self._begin_lockstep(self._ways[1])
+        return (
+            f"rebatch: {why} of fully_shard(): micro-batches gather the parameters from now on, "
+            "and have the same sizes on all ranks"
+        )
 
-    def return_to_window(self, number: int, beside_bytes: Callable[[], int]) -> bool:
-        """In lockstep: whether parameters are whole from step `number` on, since all ranks have
-        memory for them, their gradients, and `beside_bytes`. It is tried after some steps. All
-        ranks call this together."""
-        if not (self.lockstep and self._ways) or number < self._return_at:
+    def come_back(self, number: int, beside_bytes: Callable[[], int]) -> bool:
+        """Some steps after go_on(): sums are on the device again, and where all ranks have memory
+        for the whole parameters, their gradients, and `beside_bytes`, the parameters are whole
+        from step `number` on. Returns whether they are. All ranks call this together."""
+        if self._return_at is None or number < self._return_at or not self.lockstep:
             return False
         self._wait *= 2
         self._return_at = number + self._wait
+        if isinstance(self.accumulators, LockstepAccumulators):
+            self.accumulators.is_on_host = False
+        if not self._ways:
+            return False
         self._check_connection()
         window = self._ways[0]
         why = self._prepare(lambda: window.prepare(beside_bytes()))
@@ -412,10 +430,13 @@ class Ranks:
                 "which the missing rank's part never came: restore a checkpoint",
             )
 
-    def abandon(self, parameters: Sequence[torch.nn.Parameter], has_error: bool) -> int:
-        """Take part in the reduction as a rank that has failed, by an error or for want of memory:
-        the status for C."""
-        self._votes.values[_FAILURE] = _FAILED if has_error else _RAN_OUT
+    def note_status(self, status: int) -> None:
+        """A callback has ended: the next votes say how, until another one has."""
+        how = {int(c.Status.OK): 0.0, int(c.Status.OOM): _RAN_OUT}
+        self._votes.values[_FAILURE] = how.get(status, _FAILED)
+
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Take part in the reduction as a rank that has failed: the status for C."""
         for _ in range(_TRIES):
             try:
                 self.accumulators.abandon(parameters)
