@@ -24,8 +24,9 @@ from rebatch.torch.batches.join_on_host import joined_where_it_fits
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.check.findings import Check
-from rebatch.torch.core.training import EVALUATES, training_of
+from rebatch.torch.core.training import training_of
 from rebatch.torch.program.mistakes import check_loss_fn
+from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe
 from rebatch.torch.session.report import MapReport, Report
 
@@ -246,7 +247,7 @@ class Step:
         self._refuse_alone("evaluate")
         training = self._training
         training.open()
-        with training.gathered(EVALUATES):
+        with training.gathered(Call.EVALUATES):
             return self._evaluate_gathered(batch)
 
     def _evaluate_gathered(self, batch: Any) -> torch.Tensor:

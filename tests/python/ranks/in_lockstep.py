@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import FailAt, fails_above, same_bits
+from models import FailAt, Unseen, fails_above, same_bits
+from rebatch.torch.ranks import ranks as ranks_module
 from sharded import (
     Part,
     adam,
@@ -168,7 +169,7 @@ def no_room():
         step = step_of(model, adam(model), loss_fn, window=window, **of_size(4))
         step(own_batch())
         if window is None and dist.get_rank() == RANK_OF_FAILURES:
-            step._training.ranks.window.prepare = out_of_memory_at_once
+            step._training.ranks.window.prepare = lambda beside=None: out_of_memory_at_once()
         if window:
             step = step_of(
                 model,
@@ -184,6 +185,125 @@ def no_room():
         said += [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
         states.append(whole(model))
     return {"same": same_bits(*states), "said": said}
+
+
+def fails_in_window():
+    """In the second step rank 1 has memory for no sample beside the whole parameters: the bits of
+    a training whose second step was the first in lockstep, warnings, and the calls of loss_fn on
+    each rank. Then there is room again, and a later step runs in the window."""
+    states, said = [], []
+    ranks_module._RETURN_AFTER = 2
+    for window in (None, True):
+        model, is_short, calls = sharded(plain()), [False], Unseen(0)
+
+        def limited(model, samples):
+            calls[0] += 1
+            if is_short[0] and not step._training.ranks.lockstep:
+                out_of_memory_at_once()
+            return loss_fn(model, samples)
+
+        step = step_of(model, adam(model), limited, window=window, **of_size(4))
+        step(own_batch())
+        is_short[0] = window is None and dist.get_rank() == RANK_OF_FAILURES
+        if window:
+            optimizer = step._training.program.update.optimizers[0]
+            step = step_of(model, optimizer, loss_fn, window=False, **of_size(4))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step(own_batch())
+        said += [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+        states.append(whole(model))
+        if window is None:
+            ran, is_short[0] = calls[0], False
+            was_in_lockstep = bool(step._training.ranks.lockstep)
+            step(own_batch())
+            is_back = not step._training.ranks.lockstep
+    return {
+        "same": same_bits(*states),
+        "said": said,
+        "calls": ran,
+        "was_in_lockstep": was_in_lockstep,
+        "is_back": is_back,
+    }
+
+
+def _train_changing(fails_at, is_failing, failing_step):
+    """(state, error, the mode of the step that fails). The second of four steps goes over from the
+    window to lockstep, and the last one back."""
+    ranks_module._RETURN_AFTER = 2
+    model, is_short = model_of(), [False]
+
+    def limited(model, samples):
+        if is_short[0] and not step._training.ranks.lockstep:
+            out_of_memory_at_once()
+        return loss_fn(model, samples)
+
+    step = step_of(model, adam(model), limited, **of_size(4), clip=0.5, lighten=[lambda on: None])
+    mode, error, batch = FailAt(fails_at if is_failing else 0), None, own_batch()
+    torch.manual_seed(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for number in range(4):
+            is_short[0] = number == 1 and dist.get_rank() == RANK_OF_FAILURES
+            try:
+                with mode if number == failing_step and fails_at else contextlib.nullcontext():
+                    step(batch)
+            except Exception as caught:
+                error = error or f"{type(caught).__name__}: {caught}"
+    return whole(model), error, mode
+
+
+def ooms_at_changes(is_on_all, failing_step, stride):
+    """An OOM at each operation of the step that leaves the window, or returns to it."""
+    return swept(
+        lambda fails_at, is_failing: _train_changing(fails_at, is_failing, failing_step),
+        is_on_all,
+        stride=stride,
+    )
+
+
+def sums_on_the_host():
+    """From the second step on rank 1 has memory for no sample in lockstep, until sums are in host
+    memory: the bits of a training that has room, and what was warned of."""
+    states, said, was_on_host = [], [], []
+    for is_short in (True, False):
+        model = model_of()
+        step = make_step(
+            model, loss_fn if not is_short else limited_to_host, clip=0.5, **of_size(2)
+        )
+        limited_to_host.step = None
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(3):
+                limited_to_host.step = step if number else None
+                step(own_batch())
+        said += [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+        was_on_host.append(step._training.ranks.accumulators.is_on_host)
+        states.append(whole(model))
+    return {"same": same_bits(*states), "said": said, "was_on_host": was_on_host}
+
+
+def limited_to_host(model, samples):
+    step = limited_to_host.step
+    if step and dist.get_rank() == RANK_OF_FAILURES:
+        if not step._training.ranks.accumulators.is_on_host:
+            out_of_memory_at_once()
+    return loss_fn(model, samples)
+
+
+def fails_otherwise_too():
+    """Rank 1 runs out of memory, and rank 0 has another failure: the errors."""
+    model = sharded(plain())
+
+    def fails(model, samples):
+        if dist.get_rank() == RANK_OF_FAILURES:
+            out_of_memory_at_once()
+        raise ValueError("the sample is bad")
+
+    step = step_of(model, adam(model), fails, **of_size(4))
+    return error_of(lambda: step(own_batch())), bool(step._training.ranks.lockstep)
 
 
 def out_of_memory_at_once():

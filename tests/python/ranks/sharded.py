@@ -326,7 +326,7 @@ def failures():
     before, found = failures_of(step, state, own_batch(), whole)
     plain_prepare = step._training.ranks.window.prepare
 
-    def prepare():
+    def prepare(beside_bytes=None):
         if is_failing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -174,6 +174,11 @@ def test_ranks_that_disagree_are_refused_with_both_values():
         for name, sentence in sentences.items():
             kind, text = found[name]
             assert kind == "ValueError" and sentence in text, (name, text)
+        for name, sentence in (
+            ("a wrong clip on one", "clip is -1.0: expected"),
+            ("a wrong option on one", "micro_start is -1: expected"),
+        ):
+            assert sentence in found[name][1], found[name]
         assert found["fine"] is None
         for kind, text in found["keys"]:
             assert kind == "ValueError"

@@ -80,6 +80,41 @@ def test_parameters_that_do_not_fit_whole_are_trained_in_lockstep_from_then_on()
         assert "rank 1 has no memory for the whole parameters" in found["said"][0]
 
 
+def test_what_fits_no_sample_beside_whole_parameters_goes_on_in_lockstep_in_the_same_step():
+    found = run("fails_in_window")
+    for one in found:
+        assert one["same"]
+        assert len(one["said"]) == 1
+        assert "rank 1 ran out of memory beside the whole parameters" in one["said"][0]
+        assert one["was_in_lockstep"]
+    # Of eight samples in fours: three steps; rank 0 repeats its part of the second one.
+    assert found[0]["calls"] == 2 + 2 + 2 + 2
+
+
+def test_and_returns_to_whole_parameters_when_there_is_room_again():
+    assert all(found["is_back"] for found in run("fails_in_window"))
+
+
+def test_what_fits_no_sample_in_lockstep_sums_gradients_in_host_memory():
+    for found in run("sums_on_the_host"):
+        assert found["same"] and found["was_on_host"] == [True, False]
+        assert len(found["said"]) == 1
+        assert "gradients are summed in host memory" in found["said"][0]
+
+
+@pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
+def test_an_oom_at_every_operation_of_a_change_changes_no_bit(is_on_all, failing_step):
+    for its in run("ooms_at_changes", is_on_all, failing_step, 9):
+        assert its["wrong"] == its["errors"] == []
+        assert its["count"] > 50
+
+
+def test_a_rank_that_fails_otherwise_ends_the_step_though_another_lacks_memory():
+    (zero, zero_left), (one, one_left) = run("fails_otherwise_too")
+    assert zero[0] == "ValueError" and one[0] == "Exhausted", (zero, one)
+    assert not zero_left and not one_left
+
+
 @pytest.mark.skipif(
     "nccl" in os.environ.get("RANKS_BACKEND", ""),
     reason="CUDA loads kernels in a first pass, and waits for NCCL's collective there",

@@ -569,6 +569,8 @@ def disagreeing():
         return DistributedDataParallel(placed(nn.Linear(2, 2)), **options)
 
     note("clip", wrapped_linear(), clip=1.0 + rank)
+    note("a wrong clip on one", wrapped_linear(), clip=-1.0 if rank else 1.0)
+    note("a wrong option on one", wrapped_linear(), micro_start=-1 if rank else 1)
     note("clip on one", wrapped_linear(), clip=0.5 if rank else None)
     scaler = torch.amp.GradScaler(models.DEVICE.type) if rank else None
     note("scaler", wrapped_linear(), scaler=scaler)

@@ -3,6 +3,7 @@ not know a step that runs."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from rebatch.torch.program.mistakes import check_loss_fn
 from rebatch.torch.program.program import Program, listed
 from rebatch.torch.program.update import Update, check_has
+from rebatch.torch.ranks.agreement import REFUSED
 from rebatch.torch.session.session import check_names, session_options
 from rebatch.torch.undo.generators import Generators
 
@@ -115,3 +117,14 @@ def ranks_or_none(
     if ranks:
         ranks.take_update(update)
     return ranks
+
+
+def tell_ranks(
+    model: Any, group: Any, timeout_seconds: float, window: Optional[bool], error: Exception
+) -> None:
+    """This rank makes no Step: the others, which compare what theirs are made with, hear why."""
+    with contextlib.suppress(Exception):
+        from rebatch.torch.ranks.ranks import ranks_of  # needs a PyTorch with torch.distributed
+
+        modules = torch.nn.ModuleList(listed(model))
+        ranks_of(modules, group, timeout_seconds, window, [], {REFUSED: str(error)})

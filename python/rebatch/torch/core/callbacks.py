@@ -134,7 +134,10 @@ class Callbacks:
     # ---- what C calls ----
 
     def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
-        return self.session.run(body, *arguments)
+        status = self.session.run(body, *arguments)
+        if self._ranks:
+            self._ranks.note_status(status)
+        return status
 
     def _call_zero_grad(self, _user: Any) -> int:
         return self._run(self._zero_grad)
@@ -391,4 +394,6 @@ class Callbacks:
                 "optimizer's first step."
             )
         if needed and meter:
+            if self._ranks and self._ranks.window:  # what stays is to lie in memory of its own
+                torch.cuda.empty_cache()
             self._update.rehearse()

@@ -41,11 +41,13 @@ from rebatch.torch.core.arguments import (
     named_modules,
     named_state,
     ranks_or_none,
+    tell_ranks,
 )
 from rebatch.torch.core.callbacks import Callbacks
 from rebatch.torch.core.check_and_exit import check_if_asked, probe_if_asked
 from rebatch.torch.program.program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch.program.update import Update
+from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe, run_probe
 from rebatch.torch.session.report import Report, point_of, report_of
 from rebatch.torch.session.session import Session, session_options, why_of
@@ -55,7 +57,6 @@ from rebatch.torch.undo.undo import Undo
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks  # needs a PyTorch with torch.distributed
 
-TRAINS, EVALUATES, PROBES = range(3)  # calls that all ranks of fully_shard() make together
 _HISTORY = 10000  # steps that are kept for plot()
 # A thread of autograd may hold what a comparison of cuts that ran out of memory has made.
 _COMPARISON_SECONDS = 0.1
@@ -145,7 +146,7 @@ class Training:
 
     # ---- around what runs ----
 
-    def gathered(self, call: int) -> ContextManager[None]:
+    def gathered(self, call: Call) -> ContextManager[None]:
         """Around calls that run the model: parameters of fully_shard() are whole."""
         return self.ranks.gathered(call) if self.ranks else _nothing
 
@@ -174,26 +175,27 @@ class Training:
         return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
+        if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
+            self.close()
         session = self.open()
+        micro, level = self.micro, self.callbacks.rungs.wanted
         try:
-            with self.gathered(TRAINS):
+            with self.gathered(Call.TRAINS):
                 return self._run_gathered(session, batch)
         except Exception as error:
-            if not (self.ranks and self.ranks.is_to_leave(error)):
+            said = self.ranks.go_on(error, self.number) if self.ranks else ""
+            if not said:
                 raise
-            self._leave_window(self.ranks, str(error))
+        self.close()
+        # Not what was left of them when memory ran out.
+        self._micro, self.callbacks.rungs.wanted = micro, level
+        warnings.warn(said, RuntimeWarning, stacklevel=user_stacklevel())
         return self._run(batch)
 
-    def _leave_window(self, ranks: Ranks, who: str) -> None:
-        """On all ranks: the parameters are not whole from now on."""
-        self.close()
-        ranks.leave_window()
-        warnings.warn(
-            f"rebatch: {who} has no memory for the whole parameters of fully_shard(): from now "
-            "on micro-batches gather them, on all ranks, and have the same sizes on all",
-            RuntimeWarning,
-            stacklevel=user_stacklevel(),
-        )
+    def _beside_bytes(self) -> int:
+        """What a step takes beside what stays between two steps; 0 where that is not known."""
+        live = self.session.live_bytes() if self.session else 0
+        return max(0, self.report.peak_bytes - live)
 
     def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
         self._begin_together(session, batch)
@@ -263,7 +265,7 @@ class Training:
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
         """Step.probe(), without the table."""
         self.open()
-        with self.gathered(PROBES), self.holding(batch) as session, self.quiet():
+        with self.gathered(Call.PROBES), self.holding(batch) as session, self.quiet():
             reserve = reserve_bytes + self.program.update.first_bytes()
             return run_probe(session, self.callbacks.ops, self.running.samples, reserve)
 
@@ -338,24 +340,28 @@ def training_of(
     this together."""
     if gradients not in ("fresh", "inplace"):
         raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
-    program = Program(
-        model,
-        loss_fn,
-        Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
-        Cut(batch_dim, slice, length),
-        normalizer=normalizer,
-        autocast=autocast,
-        cost=cost,
-        lighten=listed(lighten),
-        generators=list(generators),
-        is_fresh=gradients == "fresh",
-        on_event=on_event,
-        options=options,
-    )
-    check_arguments(program)
-    if updates:
-        check_match(program.modules, program.update, state)
-    parts = named_state(state)
+    try:
+        program = Program(
+            model,
+            loss_fn,
+            Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
+            Cut(batch_dim, slice, length),
+            normalizer=normalizer,
+            autocast=autocast,
+            cost=cost,
+            lighten=listed(lighten),
+            generators=list(generators),
+            is_fresh=gradients == "fresh",
+            on_event=on_event,
+            options=options,
+        )
+        check_arguments(program)
+        if updates:
+            check_match(program.modules, program.update, state)
+        parts = named_state(state)
+    except (TypeError, ValueError) as error:
+        tell_ranks(model, group, group_timeout, window, error)
+        raise
     ranks = ranks_or_none(program, group, group_timeout, window, shared or {})
 
     def changed_by_updates() -> List[torch.nn.Parameter]:

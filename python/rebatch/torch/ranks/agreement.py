@@ -11,6 +11,7 @@ import torch
 
 from rebatch import __version__
 
+REFUSED = "refused"  # what a rank says, with why, whose arguments are wrong
 # A mapping with more keys than these may have one for each sample.
 _MOST_KEYS = 64
 _MOST_CHARACTERS = 200  # of a batch's keys in a sentence
@@ -34,6 +35,9 @@ def of_model(modules: torch.nn.Module, trained: Sequence[torch.Tensor]) -> Dict[
 
 def check(said: Sequence[Dict[str, Any]]) -> None:
     """ValueError where ranks differ in what each has said, by name."""
+    for rank, its in enumerate(said):
+        if REFUSED in its:
+            raise ValueError(f"rebatch: rank {rank} makes no Step: {its[REFUSED]}")
     first = said[0]
     for rank, its in enumerate(said):
         names = [n for n in {**first, **its} if first.get(n) != its.get(n)]

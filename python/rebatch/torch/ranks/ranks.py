@@ -17,6 +17,7 @@ from rebatch.torch.private import sync_module_states
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.program.update import Update, check_above_zero
 from rebatch.torch.ranks import agreement
+from rebatch.torch.ranks.calls import Call
 from rebatch.torch.ranks.ddp_gradients import ReducedAccumulators, backend_of
 from rebatch.torch.ranks.ddp_wrapper import (
     Quiet,
@@ -39,8 +40,12 @@ from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Exhausted, Lost, PeerFailed
 from rebatch.torch.session.weak_methods import weakly
 
-_WEIGHT, _MICRO, _KEYS = range(3)  # what each rank's votes say beside the C library's words
+# What each rank's votes say beside the C library's words.
+_WEIGHT, _MICRO, _KEYS, _FAILURE = range(4)
+_RAN_OUT, _FAILED = 1.0, 2.0  # a rank's batch: out of memory, or for another reason
+_RETURN_AFTER = 64  # steps in lockstep; doubled each time that a window does not fit
 _MOST = 1 << 32  # calls have smaller numbers
+_TRIES = 3  # at what is needed after an OOM
 _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
 
 
@@ -57,8 +62,7 @@ def ranks_of(
     that must be the same on all ranks. All ranks call this together."""
     check_above_zero("group_timeout", timeout_seconds, "seconds")
     wrappers = wrappers_in(modules)
-    make = (lambda root: Lockstep(root, timeout_seconds)) if has_window is False else None
-    window = window_of(modules, group, make)
+    window = window_of(modules, group, Lockstep if has_window is False else Window)
     process_group = window.group if window else group_of(wrappers, group)
     if process_group is None:
         if group is None:
@@ -71,10 +75,6 @@ def ranks_of(
 
 class NoRoom(Exception):
     """A rank has no memory for the whole parameters, and all are to go on in lockstep."""
-
-    def __init__(self, rank: int):
-        super().__init__(f"rank {rank}")
-        self.rank = rank
 
 
 class Ranks:
@@ -99,8 +99,12 @@ class Ranks:
         if has_window is None and window and why_not(window):
             has_window = True
         self._has_window = has_window
+        # Where the way may change: both, made now, when memory is there.
+        self._ways = (window, Lockstep(window.root)) if window and has_window is None else None
+        self._return_at: Optional[int] = None  # the number of a step
+        self._wait = _RETURN_AFTER
         sent = compression_of(wrappers)
-        self._votes = Votes(group, timeout_seconds, values=3)
+        self._votes = Votes(group, timeout_seconds, values=4)
         self._votes.on_abort = weakly(self._abort)
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
@@ -118,14 +122,63 @@ class Ranks:
 
     def _begin_lockstep(self, lockstep: Lockstep) -> None:
         self.window = self.lockstep = lockstep
+        lockstep.set_timeout(self._timeout_seconds)
         lockstep.on_lost = weakly(self._note_lost)
         self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
         self._join_update()
 
-    def leave_window(self) -> None:
-        """From now on parameters are not whole. All ranks call this together."""
-        assert self.window is not None  # else there is none to leave
-        self._begin_lockstep(Lockstep(self.window.root, self._timeout_seconds))
+    def go_on(self, error: Exception, number: int) -> str:
+        """What all ranks do about an error that ended step `number`, so that it can run again: a
+        warning; "" where there is nothing. All ranks call this together."""
+        if isinstance(error, NoRoom):
+            return self._leave_window(str(error), number)
+        failures = self._votes.received(_FAILURE)
+        is_short = isinstance(error, (Exhausted, PeerFailed)) and max(failures) == _RAN_OUT
+        if not self.window or not is_short or self._votes.lost:
+            return ""
+        if not self.lockstep:
+            who = f"rank {failures.index(_RAN_OUT)}"
+            why = f"{who} ran out of memory beside the whole parameters"
+            return self._leave_window(why, number) if self._ways else ""
+        sums = self.accumulators
+        if not isinstance(sums, LockstepAccumulators) or sums.is_on_host:
+            return ""
+        sums.is_on_host, self._return_at = True, number + self._wait
+        return (  # in lockstep a micro-batch fails on all ranks, so none is named
+            "rebatch: the smallest micro-batch of fully_shard() ran out of memory in lockstep: "
+            "gradients are summed in host memory from now on"
+        )
+
+    def _leave_window(self, why: str, number: int) -> str:
+        assert self._ways is not None
+        self._return_at = number + self._wait
+        self._begin_lockstep(self._ways[1])
+        return (
+            f"rebatch: {why} of fully_shard(): micro-batches gather the parameters from now on, "
+            "and have the same sizes on all ranks"
+        )
+
+    def come_back(self, number: int, beside_bytes: Callable[[], int]) -> bool:
+        """Some steps after go_on(): sums are on the device again, and where all ranks have memory
+        for the whole parameters, their gradients, and `beside_bytes`, the parameters are whole
+        from step `number` on. Returns whether they are. All ranks call this together."""
+        if self._return_at is None or number < self._return_at or not self.lockstep:
+            return False
+        self._wait *= 2
+        self._return_at = number + self._wait
+        if isinstance(self.accumulators, LockstepAccumulators):
+            self.accumulators.is_on_host = False
+        if not self._ways:
+            return False
+        self._check_connection()
+        window = self._ways[0]
+        why = self._prepare(lambda: window.prepare(beside_bytes()))
+        if self._vote_on(Call.RETURNS, why)[0] < self.size:
+            return False
+        self.window, self.lockstep = window, None
+        self.accumulators = WindowAccumulators(window, self._timeout_seconds)
+        self._join_update()
+        return True
 
     def take_update(self, update: Update) -> None:
         """From now on an update of a model of fully_shard() clips by the norm that all ranks have
@@ -140,11 +193,6 @@ class Ranks:
         if update and isinstance(sums, ShardedAccumulators):
             sums.has_norm, sums.scaler = update.clip is not None, update.scaler
             update.clip_gradients, update.unscale_gradients = sums.clip, sums.unscale
-
-    @staticmethod
-    def is_to_leave(error: Exception) -> bool:
-        """Whether leave_window() is the answer."""
-        return isinstance(error, NoRoom)
 
     @property
     def size(self) -> int:
@@ -222,7 +270,7 @@ class Ranks:
         return self._quiet.quiet()
 
     @contextlib.contextmanager
-    def gathered(self, call: int) -> Iterator[None]:
+    def gathered(self, call: Call) -> Iterator[None]:
         """Within it the parameters of fully_shard() are whole, unless in lockstep. Raises NoRoom on
         all ranks, where that is an answer. All ranks enter it together, with
         the same `call`. Raises Exhausted where this rank has no memory for them, and PeerFailed
@@ -231,14 +279,19 @@ class Ranks:
             yield
             return
         self._check_connection()
+        window, beside_bytes = self.window, None
+        if self._update and call is Call.TRAINS:
+            self._update.zero_grad()  # gradients of the last step make room
+            # Before the first step there is to be room for what the later ones hold.
+            beside_bytes = self._update.first_bytes() or None
         if not self.lockstep:
-            why = self._prepare(self.window)
+            why = self._prepare(lambda: window.prepare(beside_bytes))
             self._vote_to_gather(call, why)
         try:
-            self._gather(self.window)
+            self._gather(window)
             yield
         finally:
-            self.window.close()
+            window.close()
 
     def _check_connection(self) -> None:
         self._votes.check()
@@ -247,12 +300,12 @@ class Ranks:
                 f"rebatch: another rank is missing: {self._votes.lost}", self._votes.missing
             )
 
-    def _prepare(self, window: Window) -> str:
+    def _prepare(self, prepare: Callable[[], None]) -> str:
         """Why there is no memory for the whole parameters, or nothing."""
         why = ""
         for _ in range(2):
             try:
-                window.prepare()
+                prepare()
                 return ""
             except Exception as error:
                 if not is_oom(error):
@@ -262,13 +315,18 @@ class Ranks:
             _release()
         return why
 
-    def _vote_to_gather(self, call: int, why: str) -> None:
+    def _vote_on(self, call: Call, why: str) -> Tuple[int, bool]:
+        """The lowest rank that has said why not, or the number of ranks; and whether all make the
+        same call."""
         words = (C.c_uint64 * 3)(call, _MOST - call, self._votes.rank if why else self.size)
         if self._votes.smallest(words) != c.Status.OK:
             self._check_connection()
-        least, most, failed = words[0], _MOST - words[1], words[2]
-        if failed < self.size and least == most and self._has_window is None:
-            raise NoRoom(failed)
+        return words[2], words[0] == _MOST - words[1]
+
+    def _vote_to_gather(self, call: Call, why: str) -> None:
+        failed, is_same = self._vote_on(call, why)
+        if failed < self.size and is_same and self._ways:
+            raise NoRoom(f"rank {failed} has no memory for the whole parameters and gradients")
         if why:
             raise Exhausted(
                 "out of memory when the parameters of fully_shard() were gathered; they are as "
@@ -279,7 +337,7 @@ class Ranks:
                 f"rebatch: rank {failed} has no memory for the whole parameters of fully_shard()",
                 failed,
             )
-        if least != most:
+        if not is_same:
             raise ValueError(
                 "rebatch: one rank trains and another evaluates: expected the same call of the "
                 "Step on all ranks, since fully_shard() gathers parameters from all of them"
@@ -287,7 +345,7 @@ class Ranks:
 
     def _gather(self, window: Window) -> None:
         """The memory was there a moment ago."""
-        for left in reversed(range(3)):
+        for left in reversed(range(_TRIES)):
             try:
                 window.open()
                 return
@@ -308,7 +366,7 @@ class Ranks:
         compression_of(self._wrappers)  # a hook may be registered at any time
         self.accumulators.begin_step()
         keys = agreement.number_of(self._keys)
-        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0, keys]
+        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0, keys, 0.0]
 
     def check_batches(self) -> None:
         """After the first vote of a step. Raises ValueError on all ranks where the first batch has
@@ -360,7 +418,11 @@ class Ranks:
         error.rank = self._votes.missing
 
     def explain(self, error: BaseException) -> None:
-        """Say that this rank has updated with sums that were never there, where that is so."""
+        """Say how parameters of fully_shard() were held, and that this rank has updated with sums
+        that were never there, where that is so."""
+        if isinstance(error, Exhausted) and self.window:
+            how = "in lockstep" if self.lockstep else "with the whole parameters (window)"
+            error.args = (f"{error}\nThe step of fully_shard() ran {how}.",)
         if self._is_torn and isinstance(error, PeerFailed):
             error.is_torn = True
             error.args = (
@@ -368,16 +430,26 @@ class Ranks:
                 "which the missing rank's part never came: restore a checkpoint",
             )
 
+    def note_status(self, status: int) -> None:
+        """A callback has ended: the next votes say how, until another one has."""
+        how = {int(c.Status.OK): 0.0, int(c.Status.OOM): _RAN_OUT}
+        self._votes.values[_FAILURE] = how.get(status, _FAILED)
+
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Take part in the reduction as a rank that has failed: the status for C."""
-        try:
-            self.accumulators.abandon(parameters)
-        except Lost as error:
-            self._votes.note_lost(error)
-            return c.Status.E_PEER
-        except BaseException as error:  # the step has its error already
-            return c.Status.OOM if is_oom(error) else c.Status.E_USER
-        return c.Status.OK
+        for _ in range(_TRIES):
+            try:
+                self.accumulators.abandon(parameters)
+                return c.Status.OK
+            except Lost as error:
+                self._votes.note_lost(error)
+                return c.Status.E_PEER
+            except BaseException as error:  # the step has its error already
+                if not is_oom(error):
+                    return c.Status.E_USER
+                let_go(error)
+            _release()
+        return c.Status.OOM
 
 
 def _release() -> None:

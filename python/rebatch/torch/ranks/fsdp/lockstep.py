@@ -74,20 +74,23 @@ class Lockstep(Window):
     """Of one root of fully_shard(), on all ranks of its mesh. Unlike in a window, parameters are
     gathered and sharded again in each pass."""
 
-    def __init__(self, root: torch.nn.Module, timeout_seconds: float):
+    def __init__(self, root: torch.nn.Module):
         super().__init__(root)
         why = why_not(self)
         if why:
             raise ValueError(f"rebatch: window is False, and {why}")
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        set_timeout = getattr(dist, "set_timeout", set_group_timeout)
-        for group in self._groups:  # of a collective that a rank cannot come to
-            set_timeout(timeout, group.mesh_info.shard_process_group)
         self._kept: List[dict[Any, Any]] = []  # settings of the groups, while it is open
         self._known: List[_Call] = []  # of the last micro-batch that succeeded on all ranks
         self._is_lost = False
         self.on_lost: Callable[[Lost], Any] = lambda error: None
         self.begin_pass()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Of a collective that a rank cannot come to."""
+        timeout = datetime.timedelta(seconds=seconds)
+        set_timeout = getattr(dist, "set_timeout", set_group_timeout)
+        for group in self._groups:
+            set_timeout(timeout, group.mesh_info.shard_process_group)
 
     def begin_pass(self) -> None:
         """The next collective is the first of a micro-batch."""

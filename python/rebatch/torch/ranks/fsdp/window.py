@@ -20,9 +20,9 @@ from rebatch.torch.ranks.fsdp.window_reduction import Reduction, lost_if_failed,
 def window_of(
     modules: torch.nn.ModuleList,
     group: Any,
-    make: Optional[Callable[[torch.nn.Module], Any]] = None,
+    make: Callable[[torch.nn.Module], "Window"],
 ) -> Optional["Window"]:
-    """That of a Step's modules, or what make() makes of their root; None where none is one of
+    """What make() makes of the root of a Step's modules; None where none is one of
     fully_shard()."""
     found = [m for m in modules.modules() if hasattr(m, "_get_fsdp_state")]
     if not found:
@@ -32,7 +32,7 @@ def window_of(
             "rebatch: fully_shard() was called for parts of the model: expected one model, and "
             "fully_shard() of the model itself after that of its parts"
         )
-    window = (make or Window)(found[0])
+    window = make(found[0])
     if group not in (None, True, window.group):
         raise ValueError(
             f"rebatch: group is {group!r}, and the model is one of fully_shard(): expected no group"
@@ -148,11 +148,20 @@ class Window:
 
     # ---- opening and closing ----
 
-    def prepare(self) -> None:
-        """Allocate and free what open() needs. May run out of memory; makes no collective."""
+    def prepare(self, beside_bytes: Optional[int] = None) -> None:
+        """Allocate and free what open() needs; with `beside_bytes` also the whole gradients, and
+        so many bytes. May run out of memory; makes no collective."""
         held, largest = [], 0
+        if beside_bytes is not None:
+            device = self._groups[0].device
+            held.append(torch.empty(beside_bytes, dtype=torch.uint8, device=device))
         for group in self._groups:
             total = 0
+            if beside_bytes is not None:
+                held += [
+                    torch.empty(p._orig_size, dtype=reduce_dtype(group), device=group.device)
+                    for p in _trained_of(group)
+                ]
             for p in group.fsdp_params:
                 dtype, count = whole_dtype(p), p._orig_size.numel()
                 held.append(torch.empty(count, dtype=dtype, device=group.device))

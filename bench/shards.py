@@ -1,0 +1,112 @@
+"""What a model of fully_shard() needs: 0.9 billion parameters, fp32 with bf16 passes, 16 samples of
+1,024 tokens a GPU, AdamW. Prints one JSON object a rank-0 run: GiB in use between two steps, the
+peak, milliseconds a step, and the way in which the last step ran.
+
+"plain" is PyTorch's own loop, which reduces gradients in each micro-batch; "step" is a Step;
+"window" and "lockstep" are a Step that stays in one of the two.
+
+    torchrun --nproc-per-node 2 bench/shards.py WAY [--micro 1] [--cap GIB] [--steps 3]
+
+`cap` bounds the allocator of each rank but the first, which has 6 GiB more. Needs the package
+rebatch. `--small`, with any device and backend, tries the program."""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import rebatch.torch as rebatch
+from pytorch import Gpt
+
+GIB = 1 << 30
+WINDOWS = {"step": None, "window": True, "lockstep": False}
+
+
+def loss_fn(model, samples):
+    tokens, targets = samples
+    logits = model(tokens)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def sharded(device, sizes):
+    torch.manual_seed(0)
+    model = Gpt(*sizes).to(device)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    options = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": policy,
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def plain_step(model, optimizer, batch, micro):
+    optimizer.zero_grad()
+    parts = len(batch[0]) // micro
+    for part in zip(*(t.split(micro) for t in batch)):
+        (loss_fn(model, part) / parts).backward()
+    optimizer.step()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=("plain", *WINDOWS))
+    parser.add_argument("--micro", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cap", type=float, default=0)
+    parser.add_argument("--small", action="store_true")
+    given = parser.parse_args()
+    is_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if is_gpu else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    sizes = (64, 2, 32, 256) if given.small else (2048, 16, 1024, 50304)
+    model = sharded(device, sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_gpu)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, sizes[3], (given.samples, sizes[2] + 1), generator=generator)
+    batch = tuple(t.contiguous().to(device) for t in (tokens[:, :-1], tokens[:, 1:]))
+    if is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if given.cap and is_gpu:
+        room = given.cap + (6 if dist.get_rank() == 0 else 0)
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(room * GIB / total)
+    step = None
+    if given.way != "plain":
+        options = {"micro_start": given.micro, "window": WINDOWS[given.way], "group_timeout": 60.0}
+        step = rebatch.Step(model, optimizer, loss_fn, **options)
+    times = []
+    for _ in range(given.steps):
+        began = time.perf_counter()
+        if step:
+            step(batch)
+        else:
+            plain_step(model, optimizer, batch, given.micro)
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - began))
+    found = {"way": given.way, "cap": given.cap, "micro": given.micro, "ms": times}
+    found["median_ms"] = statistics.median(times[1:])
+    if is_gpu:
+        found["live"] = torch.cuda.memory_allocated() / GIB
+        found["peak"] = torch.cuda.max_memory_allocated() / GIB
+    if step:
+        found["ran"] = "lockstep" if step._training.ranks.lockstep else "window"
+        found["micros"] = step.report.ranks
+    print(json.dumps({"rank": dist.get_rank(), **found}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
