@@ -446,29 +446,29 @@ Test(pool_alloc, a_lower_limit_trims)
 /* Frees in any manner: one by one, by a commit, by a rollback. */
 static void lower_and_free(struct rig *rig, int manner)
 {
-    enum { BLOCKS = 12, LIMIT = 3 };
+    enum { BLOCKS = 12, LIMIT = 3, BLOCK = 4 * PAGE }; /* a plain device has one for each */
     void *blocks[BLOCKS];
     rebatch_scope scope = 0;
     if (manner == 2)
         cr_assert_eq(rebatch_scope_begin(&scope, rig->pool), REBATCH_OK);
     for (size_t i = 0; i < BLOCKS; i++)
-        blocks[i] = take(rig->pool, PAGE);
-    cr_assert_eq(rebatch_pool_set_limit(rig->pool, LIMIT * PAGE), REBATCH_OK);
-    cr_assert_eq(stats_of(rig->pool).reserved_bytes, BLOCKS * PAGE, "all of it is in use");
+        blocks[i] = take(rig->pool, BLOCK);
+    cr_assert_eq(rebatch_pool_set_limit(rig->pool, LIMIT * BLOCK), REBATCH_OK);
+    cr_assert_eq(stats_of(rig->pool).reserved_bytes, BLOCKS * BLOCK, "all of it is in use");
     if (manner == 1)
         cr_assert_eq(rebatch_scope_begin(&scope, rig->pool), REBATCH_OK);
     for (size_t i = 0; i < BLOCKS && manner < 2; i++) {
         give(rig->pool, blocks[i]);
         const size_t left = manner == 0 ? rbi_max(BLOCKS - 1 - i, LIMIT) : BLOCKS;
-        cr_expect_eq(stats_of(rig->pool).reserved_bytes, left * PAGE, "after %zu frees", i + 1);
+        cr_expect_eq(stats_of(rig->pool).reserved_bytes, left * BLOCK, "after %zu frees", i + 1);
     }
     if (manner == 1)
         cr_assert_eq(rebatch_scope_commit(rig->pool, scope), REBATCH_OK);
     if (manner == 2)
         cr_assert_eq(rebatch_scope_rollback(rig->pool, scope), REBATCH_OK);
-    cr_expect_eq(stats_of(rig->pool).reserved_bytes, LIMIT * PAGE);
-    give(rig->pool, take(rig->pool, LIMIT * PAGE));
-    cr_expect_eq(stats_of(rig->pool).reserved_bytes, LIMIT * PAGE, "within it memory is cached");
+    cr_expect_eq(stats_of(rig->pool).reserved_bytes, LIMIT * BLOCK);
+    give(rig->pool, take(rig->pool, LIMIT * BLOCK));
+    cr_expect_eq(stats_of(rig->pool).reserved_bytes, LIMIT * BLOCK, "within it memory is cached");
 }
 
 Test(pool_alloc, a_lower_limit_applies_to_memory_in_use_when_it_is_freed)
