@@ -131,6 +131,8 @@ LARGEST = (
     "    except torch.OutOfMemoryError:\n"
     "        return False\n"
     "    return True\n"
+    "def fits_part(part):\n"
+    "    return fits(int(part * torch.cuda.get_device_properties(0).total_memory) // MIB)\n"
 )
 
 
@@ -141,7 +143,7 @@ def test_a_memory_fraction_that_is_set_before_the_first_allocation_holds(late):
         + late
         + "torch.cuda.set_per_process_memory_fraction(0.1)\n"
         + ("" if late else "rebatch.install()\n")
-        + "def holds(): print(fits(150), round(torch.cuda.get_per_process_memory_fraction(), 4))\n"
+        + "def holds(): print(fits_part(0.15), round(torch.cuda.get_per_process_memory_fraction(), 4))\n"
         "holds()\n"
         "rebatch.install(0)\n"
         "holds()\n"
@@ -156,7 +158,8 @@ def test_a_memory_fraction_that_is_set_before_the_first_allocation_holds(late):
 def test_the_memory_fraction_of_the_environment_holds():
     script = (
         "rebatch.install()\n"
-        "print(fits(150), round(torch.cuda.get_per_process_memory_fraction(), 4), fits(80))\n"
+        "fraction = round(torch.cuda.get_per_process_memory_fraction(), 4)\n"
+        "print(fits_part(0.15), fraction, fits_part(0.08))\n"
     )
     conf = {ALLOC_CONF: "per_process_memory_fraction:0.1"}
     assert child(LARGEST + script, STANDIN_MEMORY=str(GIB), **conf) == "False 0.1 True\n"
