@@ -171,7 +171,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     rebatch_status status = rbi_pool_check(pool);
     size_t rounded = 0; /* a sum of blocks, which are rounded up already */
     if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
-        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || rounded == 0)
         return status;
     rbi_lock_take(&pool->lock);
     status = admit_locked(pool, rounded, stream);
