@@ -29,7 +29,8 @@ typedef struct rebatch_mpi {
     MPI_Comm comm;                       /**< of the votes alone */
     uint64_t words[REBATCH_GROUP_WORDS]; /**< of the vote that runs, or never ended */
     int has_failed;                      /**< a vote never ended */
-    int rank, size;                      /**< of the communicator */
+    int rank;                            /**< of this process in the communicator */
+    int size;                            /**< of the communicator */
     uint64_t vote;                       /**< its number */
     unsigned char *is_here;              /**< of each rank, in the vote that runs */
 } rebatch_mpi;
