@@ -143,7 +143,9 @@ def test_a_memory_fraction_that_is_set_before_the_first_allocation_holds(late):
         + late
         + "torch.cuda.set_per_process_memory_fraction(0.1)\n"
         + ("" if late else "rebatch.install()\n")
-        + "def holds(): print(fits_part(0.15), round(torch.cuda.get_per_process_memory_fraction(), 4))\n"
+        + "def holds():\n"
+        "    fraction = round(torch.cuda.get_per_process_memory_fraction(), 4)\n"
+        "    print(fits_part(0.15), fraction)\n"
         "holds()\n"
         "rebatch.install(0)\n"
         "holds()\n"
