@@ -292,14 +292,21 @@ void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
     rbi_pool_end_free(pool);
 }
 
+/* The list of frees that wait in a scope, which loses them; NULL: none, or there is no scope. */
+static struct rbi_block *take_all_deferred(struct rbi_scope *scope)
+{
+    struct rbi_block *const first = scope ? scope->deferred : NULL;
+    if (scope)
+        scope->deferred = NULL;
+    return first;
+}
+
 void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope handle,
                              bool (*is_known)(void *user, const void *address), void *user)
 {
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
-    struct rbi_block *block = scope ? scope->deferred : NULL;
-    if (scope)
-        scope->deferred = NULL;
+    struct rbi_block *block = take_all_deferred(scope);
     while (block) {
         struct rbi_block *const next = block->next_deferred;
         block->next_deferred = NULL;
@@ -319,9 +326,7 @@ void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
 {
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
-    struct rbi_block *block = scope ? scope->deferred : NULL;
-    if (scope)
-        scope->deferred = NULL;
+    struct rbi_block *block = take_all_deferred(scope);
     while (block) {
         struct rbi_block *const next = block->next_deferred;
         if (is_known(user, block->address)) {
