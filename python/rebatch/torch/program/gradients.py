@@ -163,7 +163,7 @@ class Accumulators:
         """Add the gradients in .grad. Allocates nothing where they are dense."""
         even = self._even_gradients()
         if even:
-            foreach_add_(self._sums, even)
+            self._add_each(self._sums, even)
             self.clear()
             return
         sums, has_sum, take = self._sums, self._has_sum, self._taking()
@@ -187,9 +187,12 @@ class Accumulators:
             p.grad = None
         gradient = None  # all are freed in one order, by which a pool plans
         if added:
-            foreach_add_(totals, added)
+            self._add_each(totals, added)
         if copied:
             foreach_copy_(places, copied)
+
+    def _add_each(self, totals: List[torch.Tensor], added: List[torch.Tensor]) -> None:
+        foreach_add_(totals, added)
 
     def _even_gradients(self) -> List[torch.Tensor]:
         """Those of all parameters, where each has a dense one and a dense sum, as in most

@@ -3,10 +3,12 @@ rank has its part. What is left is the loss and the norm."""
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Sequence, Tuple
+from typing import Any, Iterable, Iterator, List, Sequence, Tuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from rebatch.torch.private import foreach_add_
 from rebatch.torch.ranks.fsdp.sharded_gradients import USED, ShardedAccumulators
 
 
@@ -22,11 +24,22 @@ class LockstepAccumulators(ShardedAccumulators):
         if not self.is_on_host:
             super().add()
             return
-        for i, p in enumerate(self._parameters):
-            if p.grad is not None:
-                gradient, p.grad = p.grad.to("cpu"), None
-                self._sums[i] = self._sums[i].add_(gradient) if self._has_sum[i] else gradient
-                self._has_sum[i] = True
+        copies = {i: _on_host(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        self.clear()
+        for i, copy in copies.items():
+            self._sums[i] = self._sums[i].add_(copy) if self._has_sum[i] else copy
+            self._has_sum[i] = True
+
+    def _add_each(self, totals: List[torch.Tensor], added: List[torch.Tensor]) -> None:
+        foreach_add_(_parts(totals), _parts(added))  # which PyTorch dispatches once, not each
+
+    def _from_host(self, device: torch.device) -> None:
+        """After an OOM it may be called again."""
+        for i, (p, total) in enumerate(zip(self._parameters, self._sums)):
+            if total is not None and not isinstance(total, DTensor):
+                self._sums[i] = _like(p, total.to(device))
 
     def finish(self, loss: torch.Tensor) -> None:
         """Sum the loss and the norm over the ranks. After an OOM it may be called again. Raises
@@ -34,12 +47,11 @@ class LockstepAccumulators(ShardedAccumulators):
         if self._is_done:
             return
         if self.is_on_host:
-            for i, total in enumerate(self._sums):
-                self._sums[i] = None if total is None else total.to(loss.device)
+            self._from_host(loss.device)
         if not self._is_summed:
             self._numbers = torch.zeros(USED, dtype=torch.float64, device=loss.device)
             given: Iterator[Tuple[Any, bool]] = zip(self._sums, self._has_sum)
-            self._note_parts([total.to_local() for total, has_sum in given if has_sum], loss, 1)
+            self._note_parts(_parts(total for total, has_sum in given if has_sum), loss, 1)
             self._sum_numbers()
         self._take_numbers(loss)
         self._is_done = True
@@ -49,3 +61,22 @@ class LockstepAccumulators(ShardedAccumulators):
         if not self._is_summed:
             self._numbers = torch.zeros(USED, dtype=torch.float64, device=parameters[0].device)
             self._sum_numbers()
+
+
+def _parts(tensors: Iterable[Any]) -> List[torch.Tensor]:
+    """Those of this rank."""
+    return [tensor.to_local() for tensor in tensors]
+
+
+def _on_host(gradient: Any) -> torch.Tensor:
+    """A copy of this rank's part, which the stream makes."""
+    part = gradient.to_local()
+    copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+    return copy.copy_(part, non_blocking=True)
+
+
+def _like(p: Any, part: torch.Tensor) -> DTensor:
+    """This rank's part, as a gradient of a parameter."""
+    return DTensor.from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
