@@ -126,8 +126,11 @@ $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
 $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # Pairs of stores to a struct are faster one by one.
 $(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
-# tests/cuda has a stand-in for CUDA's headers.
-$(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -isystem tests/cuda
+# tests/cuda has a stand-in for CUDA's headers. Most tests compute little, and compile in half the time without optimization.
+TEST_INCLUDES := -Isrc -Iexamples -Itests -isystem tests/cuda
+$(BUILD)/tests/%.o: private FOLDER_CFLAGS := $(TEST_INCLUDES)
+$(BUILD)/tests/unit/%.o $(BUILD)/tests/integration/%.o $(BUILD)/tests/fault/%.o: private FOLDER_CFLAGS := -O0 $(TEST_INCLUDES)
+$(BUILD)/tests/integration/check_rounding.o: private FOLDER_CFLAGS := $(TEST_INCLUDES)
 $(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # The arithmetic of the reference model: every contraction is written out, none is the compiler's.
 $(BUILD)/examples/%.o: private FOLDER_CFLAGS := -Iexamples -O3 -ffp-contract=off

@@ -61,8 +61,8 @@ def step_of(way, model, optimizer, micro):
     """What runs one step of a batch, and the Step that does, if one does."""
     if way == "plain":
         return (lambda batch: plain_step(model, optimizer, batch, micro)), None
-    options = {"micro_start": micro, "window": WINDOWS[way], "group_timeout": 60.0}
-    step = rebatch.Step(model, optimizer, loss_fn, **options)
+    options = {"micro_start": micro, "micro_largest": micro, "window": WINDOWS[way]}
+    step = rebatch.Step(model, optimizer, loss_fn, group_timeout=60.0, **options)
     return step, step
 
 

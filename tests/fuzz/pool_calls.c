@@ -1,6 +1,6 @@
 /* Feeds the pool sequences of calls made of bytes: for a fuzzer as LLVMFuzzerTestOneInput(), and
  * without one on seeded random inputs. Every call must end in a status, and the pool be valid
- * after it. Seeds: 1 to 100,000, times REBATCH_TEST_SCALE. */
+ * after it. Seeds: 1 to 50,000, times REBATCH_TEST_SCALE. */
 #include <stdlib.h>
 
 #include "unit/pool_help.h"
@@ -187,7 +187,7 @@ Test(pool_calls, random_calls_never_break_the_pool, .timeout = 300)
 {
     const char *scale = getenv("REBATCH_TEST_SCALE");
     const char *stride = getenv("REBATCH_TEST_STRIDE"); /* slow kinds of run take every n-th */
-    const uint64_t inputs = 100000 * (scale ? strtoull(scale, NULL, 10) : 1);
+    const uint64_t inputs = 50000 * (scale ? strtoull(scale, NULL, 10) : 1);
     const uint64_t step = stride ? strtoull(stride, NULL, 10) : 1;
     uint8_t data[256];
     for (uint64_t seed = 1; seed <= inputs; seed += step > 0 ? step : 1) {
