@@ -559,6 +559,11 @@ docs: ## API reference in build/docs/html; checks it and the man pages
 	@VERSION=$(VERSION) doxygen docs/Doxyfile
 	@scripts/check-man $(MAN_PAGES)
 
+promises: ## which tests hold which promise of the contract: build/promises.md
+	@mkdir -p build
+	@scripts/promises >build/promises.md
+	@echo build/promises.md
+
 bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/step
@@ -688,6 +693,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-nccl test-ranks-gpu gpt-mpi gpt-nccl test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-short bench-events bench-probe bench-cost \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs promises bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-short bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

@@ -10,7 +10,7 @@
  *
  *  rebatch cuts the effective batch into micro-batches. When a micro-batch runs out of memory,
  *  rebatch takes back what the attempt allocated, halves the micro-batch size, and continues with
- *  the same samples. docs/contract.md is the whole contract, and docs/promises.md names its tests.
+ *  the same samples. docs/contract.md is the whole contract, and names its tests.
  *
  *  Words: the effective batch is the samples of one optimizer update; a micro-batch is the samples
  *  of one call of forward_backward; an attempt is one try at a micro-batch; OOM means out of device
