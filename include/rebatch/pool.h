@@ -321,7 +321,8 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
  *
  *  The call only checks whether the device has the memory now, and guarantees nothing, when caching
  *  is off, and in a thread that runs concurrently with a session's callback without having joined
- *  it (rebatch_join()). With fence on it does nothing. rebatch_pool_mark() ends what was reserved.
+ *  it (rebatch_join()). With fence on it does nothing. rebatch_pool_mark() releases the
+ *  reservation.
  *  @param pool    the pool
  *  @param bytes   sum of the rounded sizes
  *  @param stream  the stream of the allocations
@@ -385,7 +386,7 @@ REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool
  *  before, and so does not outlive that. A session marks its callbacks itself. Thread-safe.
  *
  *  The pool plans a phase when three consecutive phases with the same key lacked room: in each, the
- *  pool moved pages, or held over a sixteenth more memory than was ever in use. It plans only if
+ *  pool moved pages, or held over a 32nd, and four pages, more than was ever in use. It plans if
  *  the last two of them made the same calls. The pool then serves the next phases with this key
  *  from one arena, in which no page is moved, and returns to the device what it holds beyond its
  *  needs. The first call that differs ends the plan for its phase. That call and those after it are
@@ -488,8 +489,8 @@ REBATCH_API size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom
 REBATCH_API size_t rebatch_leak_format(char *text, size_t size, const rebatch_leak_report *report);
 
 /** Write a snapshot: every block of the pool, and the latest events, as many as
- *  rebatch_pool_options.events says. The call changes nothing in the pool and allocates no memory:
- *  it works when memory has run out. Thread-safe.
+ *  rebatch_pool_options.events says. The call changes no block and allocates no memory: it works
+ *  when memory has run out. It ends the plan of the phase. Thread-safe.
  *
  *  The pickle is the dictionary of torch.cuda.memory._snapshot(), with "segments" and
  *  "device_traces"; where PyTorch has the stack frames of an allocation, it has the block's tag.

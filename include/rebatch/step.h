@@ -57,12 +57,14 @@ enum rebatch_step_flags {
      *  Without this bit, rebatch assumes that a callback changes them from its first line, until
      *  the callback has called rebatch_mutating() and succeeded once.
      *
-     *  With this bit, a forward_backward that succeeds without having called rebatch_mutating(),
-     *  while no forward_backward of the session ever has, ends the step with REBATCH_E_STATE:
-     *  otherwise samples would count twice after an OOM. So the first micro-batch calls it even if
-     *  its samples contribute nothing; later ones need not. Trials of a probe are exempt. An
-     *  optimizer_step may skip its update: the first one that succeeds without the call, while none
-     *  has ever made it, is reported as an event, REBATCH_EVENT_UNDECLARED. */
+     *  With this bit:
+     *  - A forward_backward that succeeds without the call ends the step with REBATCH_E_STATE,
+     *    while no forward_backward of the session ever has made it: otherwise samples would count
+     *    twice after an OOM. Trials of a probe are exempt.
+     *  - So the first micro-batch calls it even if its samples contribute nothing; later ones
+     *    need not.
+     *  - An optimizer_step may skip its update. The first one that succeeds without the call, while
+     *    none has ever made it, is reported as an event, REBATCH_EVENT_UNDECLARED. */
     REBATCH_DECLARES_MUTATION = 1,
     /** The weight of a sample does not depend on rebatch_microbatch.batch, for example 1/tokens of
      *  the whole effective batch. rebatch_check() then does not look at weights. */

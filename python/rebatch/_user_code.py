@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Packages whose objects know by themselves what they are for.
+# Packages whose objects are not inspected.
 _OTHERS = frozenset(
     (*sys.builtin_module_names, *sys.stdlib_module_names, "torch", "numpy", "rebatch")
 ) - {"__main__"}

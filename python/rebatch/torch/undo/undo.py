@@ -81,7 +81,7 @@ class _Look:
         return unique(found + self.changed_contents(later))
 
     def changed_contents(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
-        """Those of which that is known by their contents."""
+        """Tensors whose contents differ."""
         if self.sums is None or (later and later.sums is None):
             return []
         now = later._of(later.sums or [], self.tensors) if later else sums_of(self.tensors)
