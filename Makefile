@@ -38,6 +38,9 @@ LIB_SRC := $(filter-out src/config/settings_file_absent.c, \
     $(if $(CHECK),$(INVARIANTS_SRC))
 CLI_SRC := $(wildcard src/cli/*.c)
 PRELOAD_SRC := $(wildcard src/preload/*.c)
+# Recorded allocations against a pool.
+REPLAY_OBJ := $(patsubst %.c,$(BUILD)/%.o,$(wildcard bench/replay/*.c))
+REPLAY := $(BUILD)/bench/replay/replay
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 # The model's operations on a GPU; a build without CUDA has the stand-in that says so.
 GPT_CUDA_SRC := $(wildcard examples/gpt/*_cuda.c)
@@ -169,7 +172,7 @@ $(BUILD)/librebatch_wrap.so: $(PRELOAD_OBJ) $(SHARED) $(STATIC)
 	    -o $@ $(PRELOAD_OBJ) -L$(BUILD) -lrebatch $(STATIC) $(LIBS) -ldl
 
 $(COMMAND): $(CLI_OBJ) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 $(GPT) $(GPT)-cuda: $(call objects,$(GPT_NO_MPI_SRC))
 $(GPT): $(BUILD)/examples/gpt/main.o
@@ -285,7 +288,9 @@ $(BUILD)/tests/preload/lib%.so: tests/preload/%.c
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
-$(BUILD)/bench/events: $(addprefix $(BUILD)/src/cli/,replay_trace.o replay_ids.o)
+$(BUILD)/bench/events: $(addprefix $(BUILD)/bench/replay/,trace.o ids.o)
+$(REPLAY): $(REPLAY_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
 $(BUILD)/kernels/flags: FORCE
 	@mkdir -p $(@D)
@@ -379,7 +384,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) $(INVARIANTS_SRC) tests/integration
 -include $(BUILD)/tests/mpi/ranks.d $(DRAWN_OBJ:.o=.d) $(NCCL_OBJ:.o=.d) $(BUILD)/tests/nccl/standin.d \
          $(NCCL_STANDIN)/tests/nccl/ranks.d $(NCCL_STANDIN)/examples/gpt/ranks_nccl.d
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ) $(RANKS_OBJ))
--include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
+-include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c bench/replay/*.c)) \
          $(addsuffix .d,$(EXAMPLES) $(GUIDE))
 
 # ---- what people run ---------------------------------------------------------------------------
@@ -403,8 +408,8 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 # Programs that tests run as a user would.
-TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS) $(WRAP_TESTS))
-TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
+TESTED_PROGRAMS := $(COMMAND) $(REPLAY) $(GPT) $(DEMO) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS) $(WRAP_TESTS))
+TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_REPLAY=$(REPLAY) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
     REBATCH_LOG_LEVEL=quiet
 
 TEST_FLAGS =
@@ -511,7 +516,7 @@ test-examples-gpu: ## other CUDA examples with and without a limit: the same bit
 
 test-preload-gpu: ## CUDA programs, PyTorch and compute-sanitizer under librebatch_wrap.so (needs a GPU)
 	@scripts/install-deps build
-	$(SUBMAKE) $(PRELOAD) $(COMMAND) $(PRELOAD_GPU_TESTS)
+	$(SUBMAKE) $(PRELOAD) $(COMMAND) $(REPLAY) $(PRELOAD_GPU_TESTS)
 	@scripts/test-preload-gpu $(BUILD)
 
 test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
@@ -590,13 +595,19 @@ bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@mkdir -p build/bench
 	@$(BUILD)/bench/pool
 
+REPLAY_FLAGS = bench/traces/*.trace.gz
+bench-replay: ## recorded allocations in the pool: memory held, device calls, time (REPLAY_FLAGS="--smallest x.trace")
+	@scripts/install-deps build test
+	$(SUBMAKE) $(REPLAY)
+	@$(REPLAY) $(REPLAY_FLAGS)
+
 bench-short: ## what a training step costs in the driver where memory is short (SHORT_FLAGS="500": a GPU that is behind)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/short
 	@$(BUILD)/bench/short $(SHORT_FLAGS)
 
 bench-events: ## how often a pool asks how far streams have come, by how far they lag
-	@scripts/install-deps build
+	@scripts/install-deps build test
 	$(SUBMAKE) $(BUILD)/bench/events
 	@$(BUILD)/bench/events bench/traces/two-streams.trace.gz
 
@@ -693,6 +704,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-nccl test-ranks-gpu gpt-mpi gpt-nccl test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs promises bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-short bench-events bench-probe bench-cost \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs promises bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-replay bench-short bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

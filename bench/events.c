@@ -8,8 +8,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "cli/replay.h"
 #include "device/device.h"
+#include "replay/replay.h"
 
 #define WARM_RUNS 40
 #define PAGE_BYTES ((size_t)2 << 20)
@@ -115,14 +115,14 @@ struct run {
     void **blocks;
 };
 
-static void play(const struct run *run, const struct rbi_trace *trace)
+static void play(const struct run *run, const struct trace *trace)
 {
     for (size_t i = 0; i < trace->closed_count; i++, now++) {
-        const struct rbi_replay_op *op = &trace->ops[i];
+        const struct replay_op *op = &trace->ops[i];
         void **const block = &run->blocks[op->slot];
-        if (op->kind == RBI_REPLAY_ALLOC)
+        if (op->kind == REPLAY_ALLOC)
             check(rebatch_pool_alloc(block, run->pool, op->bytes, run->streams[op->stream], 0));
-        else if (op->kind == RBI_REPLAY_FREE)
+        else if (op->kind == REPLAY_FREE)
             check(rebatch_pool_free(run->pool, *block));
         else if (*block)
             check(rebatch_pool_use_on(run->pool, *block, run->streams[op->stream]));
@@ -137,12 +137,12 @@ static double utilisation(rebatch_pool *pool)
     return 100.0 * (double)stats.live_peak_bytes / (double)stats.reserved_peak_bytes;
 }
 
-static double per_1000(uint64_t count, const struct rbi_trace *trace)
+static double per_1000(uint64_t count, const struct trace *trace)
 {
     return 1000.0 * (double)count / (double)trace->allocations;
 }
 
-static void measure(const struct rbi_trace *trace)
+static void measure(const struct trace *trace)
 {
     rebatch_device *device = open_device();
     struct run run = {.streams = calloc(trace->streams, sizeof *run.streams),
@@ -174,8 +174,8 @@ int main(int count, char **arguments)
 {
     static const uint64_t lags[] = {0, 5, 20, 50, 100, 200, 500, 2000};
     for (int i = 1; i < count; i++) {
-        struct rbi_trace trace;
-        if (!rbi_trace_read(&trace, arguments[i], PAGE_BYTES))
+        struct trace trace;
+        if (!trace_read(&trace, arguments[i], PAGE_BYTES))
             return 1;
         printf("%s: calls for events, 1,000 pairs of allocate and free; live / reserved\n"
                "     lag  first run  live/res.       warm  live/res.     others\n",
@@ -184,7 +184,7 @@ int main(int count, char **arguments)
             lag = lags[n];
             measure(&trace);
         }
-        rbi_trace_free(&trace);
+        trace_free(&trace);
     }
     return 0;
 }

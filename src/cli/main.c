@@ -3,7 +3,6 @@
 #include <stdio.h>
 
 #include "cli/command.h"
-#include "cli/replay.h"
 #include "output.h"
 #include "rebatch/version.h"
 
@@ -15,13 +14,11 @@ static const char main_help[] =
     "                                     find the largest micro-batch of a program that fits\n"
     "  rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"
     "                                     run a program under a cap, with failures on purpose\n"
-    "  rebatch replay [OPTION]... TRACE...\n"
-    "                                     run recorded allocations against the pool\n"
     "  rebatch config check FILE          look for mistakes in a settings file\n"
     "  rebatch config show [FILE]         print every setting, and where its value comes from\n"
     "  rebatch config example             print a settings file with every default, and comments\n"
     "  rebatch config reference           print the table of settings, in Markdown\n"
-    "  rebatch help COMMAND               more about probe, run, replay or config\n"
+    "  rebatch help COMMAND               more about probe, run or config\n"
     "  rebatch --version                  print the version\n"
     "\n"
     "exit status: 0 success, 1 failure, 2 wrong usage, 3 nothing fits, 4 mistakes\n"
@@ -29,10 +26,8 @@ static const char main_help[] =
 
 static int run_help(int count, char **arguments)
 {
-    static const struct rbi_command topics[] = {{"config", rbi_config_help},
-                                                {"probe", rbi_probe_help},
-                                                {"replay", rbi_replay_help},
-                                                {"run", rbi_run_help}};
+    static const struct rbi_command topics[] = {
+        {"config", rbi_config_help}, {"probe", rbi_probe_help}, {"run", rbi_run_help}};
     if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_run("help on", topics, sizeof topics / sizeof *topics, count, arguments);
     fputs(main_help, stdout);
@@ -51,15 +46,9 @@ static int run_version(int count, char **arguments)
 int main(int count, char **arguments)
 {
     static const struct rbi_command commands[] = {
-        {"config", rbi_config_main},
-        {"probe", rbi_probe_main},
-        {"replay", rbi_replay_main},
-        {"run", rbi_run_main},
-        {"help", run_help},
-        {"--help", run_help},
-        {"-h", run_help},
-        {"--version", run_version},
-        {"-V", run_version},
+        {"config", rbi_config_main}, {"probe", rbi_probe_main}, {"run", rbi_run_main},
+        {"help", run_help},          {"--help", run_help},      {"-h", run_help},
+        {"--version", run_version},  {"-V", run_version},
     };
     output_begin();
     if (count < 2) {

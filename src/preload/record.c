@@ -1,8 +1,8 @@
 /* Owns the trace of a program's allocations: the file, its lines, the numbers in them.
  * Must not know who allocates.
  *
- * Each line is written at once, so the file of a program that crashes is whole. Its form is that of
- * `rebatch help replay`. */
+ * Each line is written at once, so the file of a program that crashes is whole. docs/run.md
+ * has its form. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>

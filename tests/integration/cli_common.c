@@ -11,6 +11,7 @@
 char cli_command[PATH_MAX];
 char cli_gpt[PATH_MAX];
 char cli_demo[PATH_MAX], cli_minimal[PATH_MAX];
+char cli_replay[PATH_MAX];
 
 /* What a variable names, or a file in the folder that it names. */
 static void find(char found[PATH_MAX], const char *variable, const char *file)
@@ -28,6 +29,7 @@ void cli_enter(void)
     find(cli_command, "REBATCH_COMMAND", "");
     find(cli_gpt, "REBATCH_GPT", "");
     find(cli_demo, "REBATCH_EXAMPLES", "/gpt/demo");
+    find(cli_replay, "REBATCH_REPLAY", "");
     find(cli_minimal, "REBATCH_EXAMPLES", "/minimal");
     config_enter();
 }

@@ -13,6 +13,9 @@ extern char cli_gpt[PATH_MAX];
 /* The other examples, in the folder that REBATCH_EXAMPLES names. */
 extern char cli_demo[PATH_MAX], cli_minimal[PATH_MAX];
 
+/* The replay of traces of bench/replay, that REBATCH_REPLAY names. */
+extern char cli_replay[PATH_MAX];
+
 /* Finds them, and goes into a folder of the test's own, which config_leave() removes. */
 void cli_enter(void);
 

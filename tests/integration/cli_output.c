@@ -8,13 +8,7 @@
 #include "cli_common.h"
 #include "unit/config_files.h"
 
-static void enter(void)
-{
-    cli_enter_with_text();
-    config_write("t.trace", "a 0 512 0\n");
-}
-
-TestSuite(cli_output, .init = enter, .fini = config_leave);
+TestSuite(cli_output, .init = cli_enter_with_text, .fini = config_leave);
 
 /* Valgrind's own file would take the place of a stdout that is closed: there it is one that cannot
  * be written. */
@@ -53,10 +47,9 @@ static void expect_complaint(const char *program, const char *name, const char *
 Test(cli_output, a_failed_write_is_said_and_is_the_exit_status)
 {
     expect_complaint(cli_command, "rebatch", "--version");
-    expect_complaint(cli_command, "rebatch", "help replay");
+    expect_complaint(cli_command, "rebatch", "help run");
     expect_complaint(cli_command, "rebatch", "config show");
     expect_complaint(cli_command, "rebatch", "config reference");
-    expect_complaint(cli_command, "rebatch", "replay --repeat 1 t.trace");
     static char line[PATH_MAX + 64];
     (void)snprintf(line, sizeof line, "probe --json -- '%s'", cli_minimal);
     expect_complaint(cli_command, "rebatch", line);

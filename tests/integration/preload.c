@@ -302,7 +302,7 @@ Test(preload, threads_at_once)
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "threads: 0 wrong\ninfo = 0, 65536 of 65536\n");
     done(&r);
-    r = cli_run("", "replay", "--json x.trace"); /* every free is of what is in use */
+    r = cli_run_program(cli_replay, "--json x.trace"); /* every free is of what is in use */
     cr_expect_eq(r.code, 0, "%s", r.error);
     done(&r);
 }
@@ -370,7 +370,7 @@ Test(preload, what_is_recorded_can_be_replayed)
                             "a 4 5000 1\nf 1\nu 2 2\nf 2\nf 4\nf 3\n"
                             "# out of memory: 100000000 bytes\n");
     done(&r);
-    r = cli_run("", "replay", "--json x.trace");
+    r = cli_run_program(cli_replay, "--json x.trace");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "\"peak_requested_bytes\": 11000,"), "%s", r.out);
     done(&r);

@@ -180,7 +180,7 @@ Test(preload_session, the_pools_allocations_are_recorded)
     cr_expect_str_eq(lines, "\na 1 1024 0\na 2 2048 1\nf 1\nu 2 2\nf 2\na 3 512 0\na 4 512 0\n");
     free(trace);
     done(&r);
-    r = cli_run("", "replay", "--json x.trace");
+    r = cli_run_program(cli_replay, "--json x.trace");
     cr_expect_eq(r.code, 0, "%s", r.error);
     done(&r);
     /* A free that did not come this way is seen when the address is given out again. */

@@ -1,10 +1,10 @@
-/* Owns what `rebatch replay` prints: a table for people, objects for programs.
+/* Owns what the replay of traces prints: a table for people, objects for programs.
  * Must not know how the figures were found. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "cli/replay.h"
+#include "replay.h"
 
 #define PATH_LEAST 5
 #define PATH_MOST 44
@@ -29,13 +29,13 @@ struct cell {
     char text[CELL_BYTES];
 };
 
-static size_t column_count(const struct rbi_replay_settings *settings)
+static size_t column_count(const struct replay_settings *settings)
 {
     return settings->smallest ? COLUMNS : COLUMNS - COLUMNS_OF_SMALLEST;
 }
 
 /* How wide the first column is: as the longest path, within bounds. */
-static int path_width(const struct rbi_replay_settings *settings)
+static int path_width(const struct replay_settings *settings)
 {
     size_t width = PATH_LEAST;
     for (size_t i = 0; i < settings->path_count; i++) {
@@ -45,7 +45,7 @@ static int path_width(const struct rbi_replay_settings *settings)
     return (int)(width < PATH_MOST ? width : PATH_MOST);
 }
 
-void rbi_replay_print_head(const struct rbi_replay_settings *settings)
+void replay_print_head(const struct replay_settings *settings)
 {
     if (settings->json)
         return;
@@ -95,8 +95,8 @@ static struct cell show_ratio(uint64_t part, uint64_t whole)
     return whole > 0 ? show_number(4, (double)part / (double)whole) : (struct cell){"-"};
 }
 
-static void print_row(const struct rbi_trace *trace, const struct rbi_replay_result *result,
-                      const struct rbi_replay_settings *settings)
+static void print_row(const struct trace *trace, const struct replay_result *result,
+                      const struct replay_settings *settings)
 {
     const struct cell cells[COLUMNS] = {
         show_bytes(trace->peak_requested_bytes),
@@ -153,8 +153,8 @@ static void print_ratio(const char *key, uint64_t part, uint64_t whole)
         printf(", \"%s\": null", key);
 }
 
-static void print_object(const struct rbi_trace *trace, const struct rbi_replay_result *result,
-                         const struct rbi_replay_settings *settings)
+static void print_object(const struct trace *trace, const struct replay_result *result,
+                         const struct replay_settings *settings)
 {
     fputs("{\"trace\": ", stdout);
     print_string(trace->path);
@@ -184,8 +184,8 @@ static void print_object(const struct rbi_trace *trace, const struct rbi_replay_
     fputs("}\n", stdout);
 }
 
-void rbi_replay_print_result(const struct rbi_trace *trace, const struct rbi_replay_result *result,
-                             const struct rbi_replay_settings *settings)
+void replay_print_result(const struct trace *trace, const struct replay_result *result,
+                         const struct replay_settings *settings)
 {
     if (settings->json)
         print_object(trace, result, settings);

@@ -1,12 +1,13 @@
 /* Owns running a trace against a pool on a dry device, and what is measured by it.
  * Must not know what a trace's file looks like, and how results are shown. */
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
-#include "cli/replay.h"
+#include "rebatch/cuda.h"
+#include "replay.h"
 
 /* A timed sample runs a short trace as often as it takes to make this many pairs, or as many calls
  * of other kinds. */
@@ -20,14 +21,11 @@
 /* Samples end after so long: of a trace that takes seconds there are fewer, one at least. */
 #define SAMPLES_MOST_NS 10e9
 #define REPORT_BYTES 4096
+#define SNAPSHOT_EVENTS 100000
 
 /* A pool with a device of its own, and the blocks and streams of the trace that runs on it. */
 struct rig {
-    rebatch_device *memory;
-    /* Around the dry device when calls are counted, else NULL: they fail nothing. Two, because a
-     * plain allocation's free is not among the calls that they know. */
-    rebatch_device *mappings, *allocs;
-    rebatch_device *device; /* the outermost of the three */
+    rebatch_device *device;
     rebatch_pool *pool;
     rebatch_stream *streams;
     uint32_t stream_count;
@@ -41,27 +39,10 @@ static void close_rig(struct rig *rig)
         rebatch_stream_destroy(rig->device, rig->streams[i]);
     free(rig->streams);
     free(rig->blocks);
-    rebatch_device_close(rig->allocs);
-    rebatch_device_close(rig->mappings);
-    rebatch_device_close(rig->memory);
+    rebatch_device_close(rig->device);
 }
 
-/* Puts the two counters around the device. */
-static rebatch_status count_calls(struct rig *rig)
-{
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = REBATCH_FAULT_RESERVE | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP |
-                 REBATCH_FAULT_ACCESS | REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE;
-    rebatch_status status = rebatch_device_open_fault(&rig->mappings, rig->memory, &plan);
-    plan.calls = REBATCH_FAULT_ALLOC;
-    if (!status)
-        status = rebatch_device_open_fault(&rig->allocs, rig->mappings, &plan);
-    if (!status)
-        rig->device = rig->allocs;
-    return status;
-}
-
-static rebatch_status say_status(const struct rbi_trace *trace, rebatch_status status)
+static rebatch_status say_status(const struct trace *trace, rebatch_status status)
 {
     if (status)
         fprintf(stderr, "%s: %s\n", trace->path, rebatch_last_error());
@@ -77,8 +58,8 @@ static rebatch_status make_streams(struct rig *rig, uint32_t count)
 }
 
 /* On failure the rig is closed and the reason said. */
-static rebatch_status open_rig(struct rig *rig, const struct rbi_trace *trace,
-                               const struct rbi_replay_settings *settings, bool counted)
+static rebatch_status open_rig(struct rig *rig, const struct trace *trace,
+                               const struct replay_settings *settings)
 {
     *rig = (struct rig){.stream_count = 0};
     rig->streams = calloc(trace->streams, sizeof *rig->streams);
@@ -88,10 +69,10 @@ static rebatch_status open_rig(struct rig *rig, const struct rbi_trace *trace,
         close_rig(rig);
         return REBATCH_E_HOST_OOM;
     }
-    rebatch_status status = rbi_replay_open_device(&rig->memory, settings);
-    rig->device = rig->memory;
-    if (!status && counted)
-        status = count_calls(rig);
+    rebatch_status status =
+        settings->is_cuda
+            ? rebatch_device_open_cuda(&rig->device, NULL)
+            : rebatch_device_open_dry(&rig->device, settings->capacity_bytes, settings->page_bytes);
     if (!status)
         status = make_streams(rig, trace->streams);
     if (!status)
@@ -102,19 +83,18 @@ static rebatch_status open_rig(struct rig *rig, const struct rbi_trace *trace,
 }
 
 /* Runs the first `count` operations. On failure *at is the one that failed. */
-static rebatch_status run_ops(size_t *at, struct rig *rig, const struct rbi_trace *trace,
-                              size_t count)
+static rebatch_status run_ops(size_t *at, struct rig *rig, const struct trace *trace, size_t count)
 {
     rebatch_status status = REBATCH_OK;
-    const struct rbi_replay_op *const ops = trace->ops;
+    const struct replay_op *const ops = trace->ops;
     for (size_t i = 0; i < count; i++) {
         void **const block = &rig->blocks[ops[i].slot];
         switch (ops[i].kind) {
-        case RBI_REPLAY_ALLOC:
+        case REPLAY_ALLOC:
             status =
                 rebatch_pool_alloc(block, rig->pool, ops[i].bytes, rig->streams[ops[i].stream], 0);
             break;
-        case RBI_REPLAY_FREE:
+        case REPLAY_FREE:
             status = rebatch_pool_free(rig->pool, *block);
             break;
         default: /* a block of no bytes has nothing to use */
@@ -131,7 +111,7 @@ static rebatch_status run_ops(size_t *at, struct rig *rig, const struct rbi_trac
 }
 
 /* Says where in the trace a run ended, and why. */
-static void say_failure(const struct rbi_trace *trace, struct rig *rig, size_t at,
+static void say_failure(const struct trace *trace, struct rig *rig, size_t at,
                         rebatch_status status)
 {
     if (status != REBATCH_OOM) {
@@ -149,30 +129,24 @@ static void say_failure(const struct rbi_trace *trace, struct rig *rig, size_t a
 
 /* ---- the first run ---- */
 
-static rebatch_status read_figures(struct rbi_replay_result *result, struct rig *rig)
+/* Where memory is mapped, `driver_...` are all calls for it; where not, there are none of these. */
+static rebatch_status read_figures(struct replay_result *result, struct rig *rig)
 {
     const rebatch_pool_stats *const stats = &result->first;
-    uint64_t mappings = 0;
-    uint64_t allocs = 0;
-    rebatch_status status = rebatch_pool_get_stats(&result->first, rig->pool);
-    if (!status)
-        status = rebatch_fault_counts(rig->mappings, &mappings, NULL);
-    if (!status)
-        status = rebatch_fault_counts(rig->allocs, &allocs, NULL);
-    /* Every plain allocation that was given back was one call more; with mapped memory there are
-     * none, and the counters have seen all. */
-    const uint64_t frees = stats->device_frees < allocs ? stats->device_frees : allocs;
+    const rebatch_status status = rebatch_pool_get_stats(&result->first, rig->pool);
+    const uint64_t mapped = stats->driver_creates + stats->driver_maps + stats->driver_accesses +
+                            stats->driver_unmaps + stats->driver_releases;
     result->pool_live_bytes = stats->live_peak_bytes;
     result->peak_reserved_bytes = stats->reserved_peak_bytes;
-    result->device_calls = mappings + allocs + frees;
+    result->device_calls = mapped ? mapped : stats->device_allocations + stats->device_frees;
     return status;
 }
 
-static bool run_once(struct rbi_replay_result *result, const struct rbi_trace *trace,
-                     const struct rbi_replay_settings *settings)
+static bool run_once(struct replay_result *result, const struct trace *trace,
+                     const struct replay_settings *settings)
 {
     struct rig rig;
-    if (open_rig(&rig, trace, settings, true))
+    if (open_rig(&rig, trace, settings))
         return false;
     size_t at;
     rebatch_status status = run_ops(&at, &rig, trace, trace->op_count);
@@ -187,12 +161,11 @@ static bool run_once(struct rbi_replay_result *result, const struct rbi_trace *t
 /* ---- the largest hole ---- */
 
 /* Whether `bytes` can be had at the peak with what is reserved there. */
-static rebatch_status try_hole(const struct rbi_trace *trace,
-                               const struct rbi_replay_settings *settings, uint64_t *waste,
-                               uint64_t bytes)
+static rebatch_status try_hole(const struct trace *trace, const struct replay_settings *settings,
+                               uint64_t *waste, uint64_t bytes)
 {
     struct rig rig;
-    rebatch_status status = open_rig(&rig, trace, settings, false);
+    rebatch_status status = open_rig(&rig, trace, settings);
     if (status)
         return status;
     size_t at;
@@ -216,8 +189,8 @@ static rebatch_status try_hole(const struct rbi_trace *trace,
 }
 
 /* Bisects between what is certain, nothing, and all that is reserved and not live. */
-static bool find_largest_hole(struct rbi_replay_result *result, const struct rbi_trace *trace,
-                              const struct rbi_replay_settings *settings)
+static bool find_largest_hole(struct replay_result *result, const struct trace *trace,
+                              const struct replay_settings *settings)
 {
     uint64_t waste;
     rebatch_status status = try_hole(trace, settings, &waste, 0);
@@ -241,14 +214,13 @@ static bool find_largest_hole(struct rbi_replay_result *result, const struct rbi
 
 /* Twice on one pool, as a training runs its steps: what the first pass leaves behind must not keep
  * the second from running. */
-static rebatch_status try_capacity(const struct rbi_trace *trace,
-                                   const struct rbi_replay_settings *settings,
-                                   uint64_t capacity_bytes)
+static rebatch_status try_capacity(const struct trace *trace,
+                                   const struct replay_settings *settings, uint64_t capacity_bytes)
 {
-    struct rbi_replay_settings small = *settings;
+    struct replay_settings small = *settings;
     small.capacity_bytes = capacity_bytes;
     struct rig rig;
-    rebatch_status status = open_rig(&rig, trace, &small, false);
+    rebatch_status status = open_rig(&rig, trace, &small);
     if (status)
         return status;
     size_t at = 0;
@@ -264,9 +236,8 @@ static rebatch_status try_capacity(const struct rbi_trace *trace,
 
 /* A number of pages in which the trace runs, near what it reserved with all the room it wanted;
  * *fails is moved up to the largest that failed. 0 when something else than memory failed. */
-static uint64_t find_enough(uint64_t *fails, const struct rbi_replay_result *result,
-                            const struct rbi_trace *trace,
-                            const struct rbi_replay_settings *settings)
+static uint64_t find_enough(uint64_t *fails, const struct replay_result *result,
+                            const struct trace *trace, const struct replay_settings *settings)
 {
     const uint64_t page = settings->page_bytes;
     const uint64_t most = settings->capacity_bytes / page; /* known to be enough */
@@ -282,8 +253,8 @@ static uint64_t find_enough(uint64_t *fails, const struct rbi_replay_result *res
     }
 }
 
-static bool find_smallest(struct rbi_replay_result *result, const struct rbi_trace *trace,
-                          const struct rbi_replay_settings *settings)
+static bool find_smallest(struct replay_result *result, const struct trace *trace,
+                          const struct replay_settings *settings)
 {
     const uint64_t page = settings->page_bytes;
     /* What is live at once must be there at once. */
@@ -317,7 +288,7 @@ static int by_value(const void *a, const void *b)
 }
 
 /* Runs the trace and the frees at its end, `times` over: nanoseconds a pair. */
-static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct rbi_trace *trace,
+static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct trace *trace,
                              size_t times)
 {
     size_t at;
@@ -339,7 +310,7 @@ static uint64_t driver_ns(const struct rig *rig)
     return rebatch_pool_get_stats(&stats, rig->pool) == REBATCH_OK ? stats.driver_ns : 0;
 }
 
-static rebatch_status warm_up(uint64_t *third_ns, struct rig *rig, const struct rbi_trace *trace)
+static rebatch_status warm_up(uint64_t *third_ns, struct rig *rig, const struct trace *trace)
 {
     double ns_per_pair;
     rebatch_status status = REBATCH_OK;
@@ -358,13 +329,12 @@ static rebatch_status warm_up(uint64_t *third_ns, struct rig *rig, const struct 
 
 /* All samples on one pool, which has run the trace before, as a training runs its steps; *taken is
  * how many. */
-static rebatch_status sample_warm(double *samples, unsigned *taken,
-                                  struct rbi_replay_result *result, const struct rbi_trace *trace,
-                                  const struct rbi_replay_settings *settings)
+static rebatch_status sample_warm(double *samples, unsigned *taken, struct replay_result *result,
+                                  const struct trace *trace, const struct replay_settings *settings)
 {
     *taken = 0;
     struct rig rig;
-    rebatch_status status = open_rig(&rig, trace, settings, false);
+    rebatch_status status = open_rig(&rig, trace, settings);
     if (status)
         return status;
     const size_t times = 2 * SAMPLE_PAIRS / trace->closed_count + 1;
@@ -383,15 +353,15 @@ static rebatch_status sample_warm(double *samples, unsigned *taken,
 }
 
 /* Each sample on a pool of its own. */
-static rebatch_status sample_fresh(double *samples, unsigned *taken, const struct rbi_trace *trace,
-                                   const struct rbi_replay_settings *settings)
+static rebatch_status sample_fresh(double *samples, unsigned *taken, const struct trace *trace,
+                                   const struct replay_settings *settings)
 {
     *taken = 0;
     rebatch_status status = REBATCH_OK;
     const double began = now_ns();
     while (*taken < settings->repeat && !status && now_ns() - began < SAMPLES_MOST_NS) {
         struct rig rig;
-        status = open_rig(&rig, trace, settings, false);
+        status = open_rig(&rig, trace, settings);
         if (status)
             break;
         status = say_status(trace, sample(&samples[(*taken)++], &rig, trace, 1));
@@ -400,8 +370,8 @@ static rebatch_status sample_fresh(double *samples, unsigned *taken, const struc
     return status;
 }
 
-static bool measure_time(struct rbi_replay_result *result, const struct rbi_trace *trace,
-                         const struct rbi_replay_settings *settings)
+static bool measure_time(struct replay_result *result, const struct trace *trace,
+                         const struct replay_settings *settings)
 {
     double *samples = calloc(settings->repeat, sizeof *samples);
     if (!samples) {
@@ -425,55 +395,43 @@ static bool measure_time(struct rbi_replay_result *result, const struct rbi_trac
 
 /* ---- the snapshot ---- */
 
-/* The blocks go into FILE.csv and the events into FILE.events.csv: each is a table of its own. */
-static rebatch_status save_tables(rebatch_pool *pool, const char *path)
+static rebatch_status save_table(rebatch_pool *pool, rebatch_snapshot_format format,
+                                 const char *name, const char *ending)
 {
-    rebatch_status status = rebatch_pool_save_snapshot(pool, REBATCH_SNAPSHOT_BLOCKS_CSV, path);
+    char path[PATH_MAX];
+    (void)snprintf(path, sizeof path, "%s%s", name, ending);
+    const rebatch_status status = rebatch_pool_save_snapshot(pool, format, path);
     if (status)
-        return status;
-    static const char ending[] = ".events.csv";
-    const size_t stem = strlen(path) - strlen(".csv");
-    char *events = calloc(1, stem + sizeof ending);
-    if (!events) {
-        fprintf(stderr, "%s: no host memory for another file's name\n", path);
-        return REBATCH_E_HOST_OOM;
-    }
-    memcpy(events, path, stem);
-    memcpy(events + stem, ending, sizeof ending);
-    status = rebatch_pool_save_snapshot(pool, REBATCH_SNAPSHOT_EVENTS_CSV, events);
-    free(events);
+        fprintf(stderr, "%s\n", rebatch_last_error());
     return status;
 }
 
 /* Where most is live for the first time, which is what people look for; where memory runs out, if
  * that comes before. */
-static bool take_snapshot(const struct rbi_trace *trace, const struct rbi_replay_settings *settings)
+static bool take_snapshot(const struct trace *trace, const struct replay_settings *settings)
 {
-    struct rbi_replay_settings recorded = *settings;
-    recorded.pool.events = settings->snapshot_events;
+    struct replay_settings recorded = *settings;
+    recorded.pool.events = SNAPSHOT_EVENTS;
     struct rig rig;
-    if (open_rig(&rig, trace, &recorded, false))
+    if (open_rig(&rig, trace, &recorded))
         return false;
     size_t at;
     rebatch_status status = run_ops(&at, &rig, trace, trace->peak_op + 1);
-    if (status == REBATCH_OK || status == REBATCH_OOM) {
-        const char *const path = settings->snapshot;
-        status = rbi_replay_has_ending(path, ".csv")
-                     ? save_tables(rig.pool, path)
-                     : rebatch_pool_save_snapshot(rig.pool, REBATCH_SNAPSHOT_PICKLE, path);
-        if (status == REBATCH_E_IO)
-            fprintf(stderr, "%s\n", rebatch_last_error());
-    } else {
+    if (status && status != REBATCH_OOM)
         say_failure(trace, &rig, at, status);
-    }
+    else
+        status = save_table(rig.pool, REBATCH_SNAPSHOT_BLOCKS_CSV, settings->snapshot, ".csv");
+    if (!status)
+        status =
+            save_table(rig.pool, REBATCH_SNAPSHOT_EVENTS_CSV, settings->snapshot, ".events.csv");
     close_rig(&rig);
     return status == REBATCH_OK;
 }
 
-bool rbi_replay_run(struct rbi_replay_result *result, const struct rbi_trace *trace,
-                    const struct rbi_replay_settings *settings)
+bool replay_run(struct replay_result *result, const struct trace *trace,
+                const struct replay_settings *settings)
 {
-    *result = (struct rbi_replay_result){.ns_per_pair = 0};
+    *result = (struct replay_result){.ns_per_pair = 0};
     if (settings->snapshot && !take_snapshot(trace, settings))
         return false;
     return run_once(result, trace, settings) && find_largest_hole(result, trace, settings) &&
