@@ -81,10 +81,12 @@ MLP_BEFORE := $(BUILD)/examples/mlp-before
 GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
-STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c))
+# The device that fails by a plan.
+FAULT_OBJ := $(BUILD)/tests/fault/fault_device.o
+STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c)) $(FAULT_OBJ)
 MPI_TEST := $(BUILD)/tests/mpi/ranks
 NCCL_TEST := $(BUILD)/tests/nccl/ranks
-DRAWN_OBJ := $(BUILD)/tests/drawn/drawn.o
+DRAWN_OBJ := $(BUILD)/tests/drawn/drawn.o $(FAULT_OBJ)
 RANKS := $(BUILD)/tests/ranks/ranks
 RANKS_OBJ := $(BUILD)/tests/ranks/main.o $(BUILD)/tests/integration/rank_threads.o
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
@@ -376,7 +378,7 @@ $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) 
     $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) $(INVARIANTS_SRC) tests/integration/gpt_reference.c tests/integration/gpt_run.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) $(INVARIANTS_SRC) tests/integration/gpt_reference.c tests/integration/gpt_run.c) $(FAULT_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 

@@ -43,7 +43,7 @@ REBATCH_API rebatch_status rebatch_device_open_cuda(rebatch_device **out,
 
 /** The number of a device's GPU, for cudaSetDevice(). Thread-safe.
  *  @param[out] out  as CUDA counts; -1 on failure
- *  @param device    a CUDA device, or a fault device on one
+ *  @param device    a CUDA device
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when the device is not a GPU */
 REBATCH_API rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device);
 

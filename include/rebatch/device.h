@@ -1,5 +1,5 @@
 /** @file device.h
- *  GPUs, CPU memory under a cap, and devices that fail on purpose.
+ *  GPUs, and CPU memory under a cap.
  *
  *  A device provides memory and streams. It caches nothing: the pool (pool.h) does. */
 #ifndef REBATCH_DEVICE_H
@@ -40,68 +40,6 @@ typedef struct rebatch_host_options {
         sizeof(rebatch_host_options), 0, 0                                                         \
     }
 
-/** The kinds of device call that a fault device can fail: X(name, what it does). */
-#define REBATCH_FAULT_CALLS(X)                                                                     \
-    X(ALLOC, "allocate memory")                                                                    \
-    X(COPY, "copy memory")                                                                         \
-    X(FILL, "fill memory")                                                                         \
-    X(STREAM, "create, wait for or enqueue on a stream")                                           \
-    X(EVENT, "create or record an event")                                                          \
-    X(LAST_ERROR, "read the runtime's last error after a callback returned")                       \
-    X(RESERVE, "reserve address space")                                                            \
-    X(CREATE, "create physical memory")                                                            \
-    X(MAP, "map physical memory")                                                                  \
-    X(ACCESS, "make mapped memory accessible")                                                     \
-    X(UNMAP, "unmap physical memory")                                                              \
-    X(RELEASE, "release physical memory or address space")                                         \
-    X(PIN, "allocate pinned host memory")                                                          \
-    X(OVERFLOW, "create host memory that is mapped beside the device's")
-
-/** Bits of rebatch_fault_plan.calls. */
-typedef enum rebatch_fault_call {
-#define REBATCH_FAULT_INDEX_(name, text) REBATCH_FAULT_##name##_INDEX_,
-    REBATCH_FAULT_CALLS(REBATCH_FAULT_INDEX_)
-#undef REBATCH_FAULT_INDEX_
-        REBATCH_FAULT_CALL_COUNT_,
-#define REBATCH_FAULT_BIT_(name, text) REBATCH_FAULT_##name = 1 << REBATCH_FAULT_##name##_INDEX_,
-    REBATCH_FAULT_CALLS(REBATCH_FAULT_BIT_)
-#undef REBATCH_FAULT_BIT_
-        REBATCH_FAULT_ANY = (1 << REBATCH_FAULT_CALL_COUNT_) - 1 /**< every kind of call */
-} rebatch_fault_call;
-
-/** For rebatch_fault_plan.times: every call fails from the first failing one on. */
-#define REBATCH_FAULT_FOREVER UINT64_MAX
-
-/** A change of the device's capacity at a given call, as if another program allocated or freed
- *  memory on the device. */
-typedef struct rebatch_fault_room {
-    uint64_t at_call;      /**< number of the call, counted as for rebatch_fault_plan.nth */
-    size_t capacity_bytes; /**< the capacity from that call on */
-} rebatch_fault_room;
-
-/** Which calls of a fault device fail. Counting starts when the plan is armed, and only calls of
- *  the kinds in `calls` count. With all members zero no call fails. */
-typedef struct rebatch_fault_plan {
-    size_t struct_size; /**< sizeof(rebatch_fault_plan) */
-    uint32_t calls;     /**< bits of rebatch_fault_call; 0: the calls that take memory, which are
-                             REBATCH_FAULT_ALLOC and REBATCH_FAULT_CREATE */
-    uint64_t nth;       /**< number of the first call that fails, from 1; 0: none by number */
-    uint64_t
-        times; /**< how many consecutive calls fail; 0: 1; REBATCH_FAULT_FOREVER: all of them */
-    uint32_t permille;     /**< in addition, each call fails with this probability, in 1/1000 */
-    uint64_t seed;         /**< seed of that probability: the same seed fails the same calls */
-    rebatch_status status; /**< status of a failing call, one of REBATCH_STATUSES; 0: REBATCH_OOM,
-                                or REBATCH_E_HOST_OOM for pinned host memory */
-    const rebatch_fault_room *rooms; /**< capacity changes, in ascending order of at_call; copied;
-                                          NULL: none */
-    size_t room_count;               /**< number of `rooms`, at most 64 */
-} rebatch_fault_plan;
-/** A plan in which no call fails. */
-#define REBATCH_FAULT_PLAN_INIT                                                                    \
-    {                                                                                              \
-        sizeof(rebatch_fault_plan), 0, 0, 0, 0, 0, REBATCH_OK, NULL, 0                             \
-    }
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -126,39 +64,13 @@ REBATCH_API rebatch_status rebatch_device_open_host(rebatch_device **out, size_t
 REBATCH_API rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_bytes,
                                                    size_t page_bytes);
 
-/** Open a fault device, for tests: it passes calls on to `inner` and fails some of them.
- *  Thread-safe.
- *  @param[out] out  owned by the caller, close with rebatch_device_close(); NULL on failure
- *  @param inner     borrowed; close it after this device
- *  @param plan      copied; NULL: no call fails until rebatch_fault_arm()
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
-REBATCH_API rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *inner,
-                                                     const rebatch_fault_plan *plan);
-
-/** Replace the plan of a fault device and restart its counters at zero. Thread-safe.
- *  @param device  a fault device
- *  @param plan    copied; NULL: no call fails from now on
- *  @return REBATCH_OK; REBATCH_E_INVALID when `device` is not a fault device or the plan is wrong
- */
-REBATCH_API rebatch_status rebatch_fault_arm(rebatch_device *device,
-                                             const rebatch_fault_plan *plan);
-
-/** How many calls a fault device has counted since its plan was armed, and how many of them it has
- *  failed. Thread-safe.
- *  @param device       a fault device
- *  @param[out] seen    calls counted; may be NULL
- *  @param[out] failed  calls failed; may be NULL
- *  @return REBATCH_OK; REBATCH_E_INVALID when `device` is not a fault device */
-REBATCH_API rebatch_status rebatch_fault_counts(const rebatch_device *device, uint64_t *seen,
-                                                uint64_t *failed);
-
 /** Close a device. Free all its memory and destroy the streams of rebatch_stream_create() first.
- *  While a fault device, a pool or a session is open on a device, the device stays open and
+ *  While a pool or a session is open on a device, the device stays open and
  *  rebatch_last_error() says so.
  *  @param device  NULL is allowed */
 REBATCH_API void rebatch_device_close(rebatch_device *device);
 
-/** A short name, for example "host" or "fault(host)". Thread-safe.
+/** A short name, for example "host". Thread-safe.
  *  @param device  any device
  *  @return a string owned by the device */
 REBATCH_API const char *rebatch_device_name(const rebatch_device *device);
@@ -171,8 +83,8 @@ REBATCH_API rebatch_status rebatch_device_memory(rebatch_device *device, rebatch
 
 /** Change the cap of a host device that is in use, as if another program allocated or freed memory.
  *  A cap below the memory in use takes nothing away: new allocations fail until enough is freed.
- *  On a fault device this changes the cap of the inner device. Thread-safe.
- *  @param device          a host device or a dry device, or a fault device on one
+ *  Thread-safe.
+ *  @param device          a host device or a dry device
  *  @param capacity_bytes  at least one page of the device
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED on a device whose capacity is
  *          fixed */

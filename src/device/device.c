@@ -27,8 +27,8 @@ void rebatch_device_close(rebatch_device *device)
     const size_t users = atomic_load(&device->users);
     if (users) {
         (void)rbi_error(REBATCH_E_STATE,
-                        "device %s stays open: what is open on it is %zu, expected 0 fault "
-                        "devices, pools and sessions",
+                        "device %s stays open: what is open on it is %zu, expected 0 pools "
+                        "and sessions",
                         device->name, users);
         return;
     }

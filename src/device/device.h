@@ -1,4 +1,4 @@
-/* One const table of operations a device. Below it stand host.c, cuda.c and the decorators; above
+/* One const table of operations a device. Below it stand host.c, cuda.c and dry.c; above
  * it everything goes through the rbi_device_… functions of device.c, which also test the optional
  * ones. Must not know pools or batches. */
 #ifndef RBI_DEVICE_H
@@ -94,7 +94,7 @@ struct rbi_device_prices {
 };
 
 struct rebatch_device {
-    atomic_size_t users; /* fault devices, pools: it is not closed under them */
+    atomic_size_t users; /* pools, devices around it: it is not closed under them */
     const struct rbi_device_ops *ops;
     void *self;
     char name[64];

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 #define SUMS 8

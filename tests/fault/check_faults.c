@@ -3,6 +3,7 @@
 #include <criterion/criterion.h>
 
 #include "base/base.h"
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 #define KIB(n) ((size_t)(n) << 10)

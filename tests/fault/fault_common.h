@@ -5,6 +5,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 /* From the `nth` call of these kinds on, `times` calls answer `status`. */

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "base/base.h"
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 static unsigned open_files(void)

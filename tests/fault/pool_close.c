@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 
 #include "fault/fault_common.h"
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 enum { PAGES = 64 };

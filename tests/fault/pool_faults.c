@@ -1,6 +1,7 @@
 /* Holds the pool when the heap or the device fails: at every call, once and for ever, nothing
  * leaks, the pool stays valid, and it works again when memory is there. Seeds: none. */
 #include "fault/fault_common.h"
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 struct world {

@@ -5,6 +5,7 @@
 
 #include "base/base.h"
 #include "fault/fault_common.h"
+#include "fault/fault_device.h"
 
 #define SAMPLE_BYTES ((size_t)96 << 10)
 #define CAPACITY_BYTES ((size_t)40 * (64 << 10))

@@ -6,6 +6,7 @@
 
 #include "base/base.h"
 #include "fault/fault_common.h"
+#include "fault/fault_device.h"
 
 #define WIDTH 64
 #define BATCH 24

@@ -3,6 +3,7 @@
  * after it. Seeds: 1 to 50,000, times REBATCH_TEST_SCALE. */
 #include <stdlib.h>
 
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 enum { SLOTS = 32, PAGES = 24 };

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "fault/fault_device.h"
 #include "gpt/cuda.h"
 #include "gpt_cuda_support.h"
 

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "fault/fault_device.h"
 #include "gpt_cuda_support.h"
 
 /* 3 steps of 32, on a stream of its own as well. */

@@ -4,6 +4,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 #define PAGE_BYTES ((size_t)65536)
@@ -357,99 +358,5 @@ Test(device_fault, the_inner_device_stays_open_while_it_is_used)
     rebatch_device_close(pair.host);
     assert_text_has("device host stays open: what is open on it is 1, expected 0");
     cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    close_pair(&pair);
-}
-
-/* ---- bad plans ---- */
-
-static void refuse_plan(const rebatch_fault_plan *plan, const char *part)
-{
-    struct pair pair;
-    const rebatch_fault_plan good = copies(2, 1);
-    open_pair(&pair, &good);
-    cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    rebatch_clear_error();
-    cr_assert_eq(rebatch_fault_arm(pair.fault, plan), REBATCH_E_INVALID, "%s", part);
-    assert_text_has(part);
-    expect_counts(&pair, 1, 0); /* the plan from before goes on */
-    cr_assert_eq(copy_once(&pair), REBATCH_E_DEVICE);
-    rebatch_device *device = pair.host;
-    cr_assert_eq(rebatch_device_open_fault(&device, pair.host, plan), REBATCH_E_INVALID);
-    cr_assert_null(device);
-    close_pair(&pair);
-}
-
-Test(device_fault, plans_that_are_wrong_are_refused_and_change_nothing)
-{
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = (uint32_t)REBATCH_FAULT_ANY + 1;
-    refuse_plan(&plan, "calls");
-    plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
-    plan.permille = 1001;
-    refuse_plan(&plan, "1001");
-    plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
-    plan.nth = 1;
-    plan.status = (rebatch_status)12345;
-    refuse_plan(&plan, "plan.status is 12345");
-    plan.status = (rebatch_status)14;
-    refuse_plan(&plan, "plan.status is 14");
-    plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
-    plan.struct_size = 0;
-    refuse_plan(&plan, "struct_size");
-    plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
-    plan.room_count = 1;
-    refuse_plan(&plan, "rooms");
-    const rebatch_fault_room falling[] = {{5, PAGE_BYTES}, {4, PAGE_BYTES}};
-    plan.rooms = falling;
-    plan.room_count = 2;
-    refuse_plan(&plan, "at_call");
-    rebatch_fault_room many[65];
-    for (size_t i = 0; i < 65; i++)
-        many[i] = (rebatch_fault_room){i + 1, PAGE_BYTES};
-    plan.rooms = many;
-    plan.room_count = 65;
-    refuse_plan(&plan, "65");
-    const rebatch_fault_room nothing[] = {{1, 0}};
-    plan.rooms = nothing;
-    plan.room_count = 1;
-    refuse_plan(&plan, "capacity_bytes");
-}
-
-Test(device_fault, sixty_four_rooms_are_allowed)
-{
-    rebatch_fault_room many[64];
-    for (size_t i = 0; i < 64; i++)
-        many[i] = (rebatch_fault_room){i + 1, (i + 1) * PAGE_BYTES};
-    rebatch_fault_plan plan = copies(0, 0);
-    plan.rooms = many;
-    plan.room_count = 64;
-    struct pair pair;
-    open_pair(&pair, &plan);
-    for (size_t i = 0; i < 64; i++)
-        cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    cr_assert_eq(capacity_of(pair.host), 64 * PAGE_BYTES);
-    close_pair(&pair);
-}
-
-Test(device_fault, what_is_no_fault_device_is_refused)
-{
-    struct pair pair;
-    open_pair(&pair, NULL);
-    const rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    uint64_t seen;
-    rebatch_device *device = pair.host;
-    rebatch_clear_error();
-    cr_assert_eq(rebatch_fault_arm(pair.host, &plan), REBATCH_E_INVALID);
-    assert_text_has("host");
-    cr_assert_eq(rebatch_fault_arm(NULL, &plan), REBATCH_E_INVALID);
-    assert_text_has("device is NULL: expected a fault device");
-    cr_assert_eq(rebatch_fault_counts(pair.host, &seen, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_fault_counts(NULL, NULL, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_fault_counts(pair.fault, NULL, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(NULL, pair.host, &plan), REBATCH_E_INVALID);
-    assert_text_has("out");
-    cr_assert_eq(rebatch_device_open_fault(&device, NULL, &plan), REBATCH_E_INVALID);
-    assert_text_has("inner");
-    cr_assert_null(device);
     close_pair(&pair);
 }

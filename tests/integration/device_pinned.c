@@ -4,6 +4,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 #define ASSERT_OK(call) cr_assert_eq((call), REBATCH_OK, "%s: %s", #call, rebatch_last_error())

@@ -8,6 +8,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 #define CAPACITY_BYTES ((size_t)1 << 20)

@@ -5,6 +5,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "gpt/feed.h"
 #include "gpt_common.h"

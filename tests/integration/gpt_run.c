@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 
+#include "fault/fault_device.h"
 #include "gpt/host.h"
 
 size_t stride_of_cases(size_t most)

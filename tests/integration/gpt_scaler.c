@@ -6,6 +6,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "gpt_common.h"
 

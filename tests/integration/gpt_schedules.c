@@ -3,6 +3,7 @@
 #include <criterion/criterion.h>
 #include <stdlib.h>
 
+#include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "integration/gpt_common.h"
 

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "fault/fault_device.h"
 #include "gpt_run.h"
 
 #define BATCH 8

@@ -4,6 +4,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "step_common.h"
 
 /* ---- admission ---- */

@@ -1,6 +1,7 @@
 /* Owns the scripted step of the step_* tests.
  * Must not know more of the library than its public headers say. */
 #include "step_common.h"
+#include "fault/fault_device.h"
 
 #include <stdarg.h>
 #include <stdio.h>

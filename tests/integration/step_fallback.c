@@ -7,6 +7,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "step_common.h"
 
 static bool text_has(const char *part)

@@ -5,6 +5,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "step_common.h"
 
 /* State that every callback moves on first thing, as an RNG's is, and what each call found. */

@@ -4,6 +4,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "integration/gpt_common.h"
 #include "integration/probe_common.h"

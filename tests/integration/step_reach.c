@@ -7,6 +7,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "step_common.h"
 
 static void open_warm(struct rig *rig)

@@ -5,6 +5,7 @@
 
 #include <criterion/criterion.h>
 
+#include "fault/fault_device.h"
 #include "step_common.h"
 
 /* A program with a cache whose pointer and size are guarded. What a callback does with it is asked

@@ -3,6 +3,7 @@
  * Must not know how its results are judged. */
 #include <string.h>
 
+#include "fault/fault_device.h"
 #include "storm.h"
 
 /* ---- trouble ---- */

@@ -2,6 +2,7 @@
  * Must not know how the model answers to it. */
 #include <string.h>
 
+#include "fault/fault_device.h"
 #include "storm.h"
 
 /* ---- limits, read from what step.h says of them ---- */

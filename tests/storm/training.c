@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fault/fault_device.h"
 #include "storm.h"
 
 /* ---- opening and closing ---- */

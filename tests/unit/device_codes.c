@@ -2,6 +2,7 @@
 #include <criterion/criterion.h>
 #include <string.h>
 
+#include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
 #define MIB ((size_t)1 << 20)

@@ -2,6 +2,7 @@
  * device, and a wholly free chunk goes wherever it is needed, or back. Seed 1 where a test
  * draws. */
 
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 /* Pages of the largest chunk of a pool that grows; of memory that will be used as a whole and comes

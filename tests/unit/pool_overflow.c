@@ -3,6 +3,7 @@
  * nothing. Seeds: 1 to 20 in the random test. */
 #include <unistd.h>
 
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 /* A device of so many pages, and so many of the host beside it. */

@@ -1,5 +1,6 @@
 /* Holds the search for memory: the order of its stages, what fails and how, and memory got ahead.
  * Seeds: 1 to 60 in the random test. */
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 /* A pool on a host device whose allocations can be made to fail. */

@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "fault/fault_device.h"
 #include "inspect/inspect.h"
 #include "unit/config_files.h"
 #include "unit/pickle_reader.h"

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 static rebatch_pool_stats after_trim(rebatch_pool *pool)

@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 struct gate {

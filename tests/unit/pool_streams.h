@@ -3,6 +3,7 @@
 #ifndef POOL_STREAMS_H
 #define POOL_STREAMS_H
 
+#include "fault/fault_device.h"
 #include "unit/lazy_device.h"
 #include "unit/pool_help.h"
 

@@ -2,6 +2,7 @@
  * fresh pages are taken rather than free ones moved, as long as there is plenty, up to a 32nd
  * more than was live at its peak. */
 
+#include "fault/fault_device.h"
 #include "unit/pool_help.h"
 
 enum { STEPS_WORTH = 20000 };

@@ -1,5 +1,8 @@
 /* Owns the fault device: counts the calls that pass to another device, and fails some by a plan.
  * Must not know what the other device is. */
+#include "fault/fault_device.h"
+
+#include <assert.h>
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -329,69 +332,20 @@ static void add_virtual_memory(struct rbi_device_ops *ops, const struct rbi_devi
 
 /* ---- plans ---- */
 
-static rebatch_status check_rooms(const rebatch_fault_plan *plan, size_t page_bytes)
+static void arm(struct fault *fault, const rebatch_fault_plan *given)
 {
-    if (plan->room_count > MAX_ROOMS || (plan->room_count && !plan->rooms))
-        return rbi_error(REBATCH_E_INVALID, "plan has %zu rooms at %p: expected at most %d",
-                         plan->room_count, (const void *)plan->rooms, MAX_ROOMS);
-    for (size_t i = 0; i < plan->room_count; i++) {
-        const rebatch_status status =
-            rbi_device_check_capacity(plan->rooms[i].capacity_bytes, page_bytes);
-        if (status)
-            return status;
-    }
-    for (size_t i = 1; i < plan->room_count; i++)
-        if (plan->rooms[i].at_call < plan->rooms[i - 1].at_call)
-            return rbi_error(REBATCH_E_INVALID,
-                             "plan.rooms[%zu].at_call is %" PRIu64 ": expected at least that of "
-                             "the one before, %" PRIu64,
-                             i, plan->rooms[i].at_call, plan->rooms[i - 1].at_call);
-    return REBATCH_OK;
-}
-
-/* A status is any of the library's; a callback's own is none of a device's. */
-static bool is_status(rebatch_status status)
-{
-    switch (status) {
-#define STATUS_CASE(name, number, text) case REBATCH_##name:
-        REBATCH_STATUSES(STATUS_CASE)
-#undef STATUS_CASE
-        return true;
-    default:
-        return false;
-    }
-}
-
-static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t page_bytes)
-{
-    if (plan->calls & ~(uint32_t)REBATCH_FAULT_ANY)
-        return rbi_error(REBATCH_E_INVALID, "plan.calls is 0x%x: expected bits of 0x%x",
-                         plan->calls, (unsigned)REBATCH_FAULT_ANY);
-    if (plan->permille > 1000)
-        return rbi_error(REBATCH_E_INVALID, "plan.permille is %u: expected at most 1000",
-                         plan->permille);
-    if (!is_status(plan->status))
-        return rbi_error(REBATCH_E_INVALID, "plan.status is %d: expected a status of status.h",
-                         (int)plan->status);
-    return check_rooms(plan, page_bytes);
-}
-
-static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
-{
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    rebatch_status status =
-        rbi_options_copy(&plan, sizeof plan, RBI_SIZE_TO(rebatch_fault_plan, room_count), given,
-                         "rebatch_fault_plan");
-    if (!status)
-        status = check_plan(&plan, rbi_device_page_bytes(fault->inner));
-    if (status)
-        return status;
+    const rebatch_fault_plan none = REBATCH_FAULT_PLAN_INIT;
+    rebatch_fault_plan plan = given ? *given : none;
+    assert((plan.calls & ~(uint32_t)REBATCH_FAULT_ANY) == 0 && plan.permille <= 1000);
+    assert(plan.room_count <= MAX_ROOMS);
     if (plan.calls == 0)
         plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE;
 
     pthread_mutex_lock(&fault->lock);
-    for (size_t i = 0; i < plan.room_count; i++)
+    for (size_t i = 0; i < plan.room_count; i++) {
+        assert(i == 0 || plan.rooms[i - 1].at_call <= plan.rooms[i].at_call);
         fault->rooms[i] = plan.rooms[i];
+    }
     plan.rooms = fault->rooms;
     fault->plan = plan;
     fault->rooms_done = 0;
@@ -399,32 +353,23 @@ static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
     fault->failed = 0;
     fault->random = plan.seed;
     pthread_mutex_unlock(&fault->lock);
-    return REBATCH_OK;
 }
 
-/* NULL, with an error, when `device` is no fault device. */
 static struct fault *fault_of(const rebatch_device *device)
 {
-    if (device && device->ops->close == fault_close)
-        return device->self;
-    if (device)
-        (void)rbi_error(REBATCH_E_INVALID, "device %s is no fault device", device->name);
-    else
-        (void)rbi_error(REBATCH_E_INVALID, "device is NULL: expected a fault device");
-    return NULL;
+    assert(device && device->ops->close == fault_close);
+    return device->self;
 }
 
 rebatch_status rebatch_fault_arm(rebatch_device *device, const rebatch_fault_plan *plan)
 {
-    struct fault *fault = fault_of(device);
-    return fault ? arm(fault, plan) : REBATCH_E_INVALID;
+    arm(fault_of(device), plan);
+    return REBATCH_OK;
 }
 
 rebatch_status rebatch_fault_counts(const rebatch_device *device, uint64_t *seen, uint64_t *failed)
 {
     struct fault *fault = fault_of(device);
-    if (!fault)
-        return REBATCH_E_INVALID;
     pthread_mutex_lock(&fault->lock);
     if (seen)
         *seen = fault->seen;
@@ -437,11 +382,7 @@ rebatch_status rebatch_fault_counts(const rebatch_device *device, uint64_t *seen
 rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *inner,
                                          const rebatch_fault_plan *plan)
 {
-    if (!out)
-        return rbi_error(REBATCH_E_INVALID, "out is NULL");
     *out = NULL;
-    if (!inner)
-        return rbi_error(REBATCH_E_INVALID, "inner is NULL: expected the device to pass calls to");
     struct fault *fault = rbi_heap_calloc(1, sizeof *fault);
     if (!fault)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a fault device");
@@ -457,9 +398,8 @@ rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *i
     pthread_mutex_init(&fault->lock, NULL);
     char name[64];
     (void)snprintf(name, sizeof name, "fault(%.50s)", inner->name);
-    rebatch_status status = arm(fault, plan);
-    if (!status)
-        status = rbi_device_create(out, &fault->ops, fault, name);
+    arm(fault, plan);
+    const rebatch_status status = rbi_device_create(out, &fault->ops, fault, name);
     if (status)
         fault_close(fault);
     else
