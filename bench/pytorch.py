@@ -315,24 +315,43 @@ def learn(way, size):
     }
 
 
-PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "pytorch.svg"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "pytorch.svg"
 
 
 def limits(way, size):
     """The limit falls, and comes back: draws docs/pytorch.svg."""
     import rebatch.torch as rebatch
 
+    sys.path.append(str(ROOT / "examples" / "python"))
+    import plot
+
     options = dict(growth=True, grow_after=6)
     training = Training(way, size, limit=32 * GIB, cuts=(size["batch"],), **options)
-    batch, micro = training.batch(), []
+    batch, points = training.batch(), []
     for i in range(40):
+        limit = (12 if 10 <= i < 22 else 32) * GIB
         if i in (10, 22):
-            rebatch.install(limit=(12 if i == 10 else 32) * GIB)
+            rebatch.install(limit=limit)
         training.run(batch)
-        micro.append(training.micro)
+        report = training.step.report
+        held = dict(peak_bytes=report.peak_bytes, reserved_bytes=report.reserved_bytes)
+        if points:
+            points[-1] = points[-1]._replace(next_size=report.micro)
+        points.append(
+            plot.Point(
+                i,
+                report.micro,
+                report.micro,
+                size["batch"],
+                ooms=report.ooms,
+                limit_bytes=limit,
+                **held,
+            )
+        )
     if size["picture"]:
-        training.step.plot(size["picture"])
-    return {"micro": micro}
+        plot.write(points, size["picture"])
+    return {"micro": [point.size for point in points]}
 
 
 def tensors(way, size):

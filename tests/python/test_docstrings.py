@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-import rebatch.plot
 import rebatch.testing
 import rebatch.torch
 
@@ -17,7 +16,6 @@ def public_objects():
     """(name, object) of what programs use, with public members of classes."""
     modules = [
         (rebatch.torch, rebatch.torch.__all__),
-        (rebatch.plot, ["draw"]),
         (rebatch.testing, ["fail_once", "Failing"]),
     ]
     for module, names in modules:

@@ -15,7 +15,7 @@ import torch as _torch
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
     raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")
 
-from rebatch import Error, __version__, plot
+from rebatch import Error, __version__
 from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
 from rebatch.torch.batches.outputs import Sum
 from rebatch.torch.batches.size_finder import find_batch_size
@@ -54,7 +54,6 @@ __all__ = [
     "is_oom",
     "map",
     "offload",
-    "plot",
     "snapshot",
     "stats",
     "summary",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -19,7 +18,6 @@ from typing import (
 
 import torch
 
-from rebatch import plot as _plot
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.batches.run_map import run_map
@@ -284,13 +282,6 @@ class Step:
                 f"rebatch: {name}() runs micro-batches of this rank's own, and window is False: "
                 "expected a loop of your own over batches of the same sizes on all ranks"
             )
-
-    def plot(self, path: Union[str, os.PathLike[str]]) -> None:
-        """Draw memory and micro-batch over the last 10,000 steps of this process into a file.
-
-        The end of its name says the format, such as .svg or .png; it needs matplotlib. An OOM is
-        drawn at the size with which its step began. rebatch.plot draws a log."""
-        _plot.write(list(self._training.history), path)
 
     def state_dict(self) -> Dict[str, int]:
         """What a resumed training needs to go on at the size that was found: plain numbers."""

@@ -163,21 +163,6 @@ def _pool_options(members: dict[str, int]) -> _library.PoolOptions:
     return options
 
 
-def limit_of(device: torch.device) -> int:
-    """The most bytes that may be held on a device, by install() or the memory fraction; 0: any."""
-    if device.type != "cuda":
-        return 0
-    total = torch.cuda.get_device_properties(device).total_memory
-    options = _pool_options(_options if installed() else {})
-    limits = [
-        options.limit_bytes,
-        total * options.limit_permille // 1000,
-        int(total * memory_fraction(device.index)),
-    ]
-    limit = min(each for each in limits if each)
-    return limit if limit < total else 0
-
-
 def limit_native(device: torch.device) -> None:
     """The environment's limit for PyTorch's native allocator, unless it has a lower one."""
     count, share = _environment_limit()

@@ -3,7 +3,6 @@ a Backward one for trainers that update by themselves."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import ctypes as C
@@ -13,7 +12,6 @@ from typing import (
     Any,
     Callable,
     ContextManager,
-    Deque,
     Dict,
     Iterator,
     List,
@@ -26,7 +24,6 @@ from typing import (
 import torch
 
 from rebatch import _library as c
-from rebatch import plot
 from rebatch._library import lib
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
@@ -49,7 +46,7 @@ from rebatch.torch.program.program import Program, Running, listed, refuse_updat
 from rebatch.torch.program.update import Update
 from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe, run_probe
-from rebatch.torch.session.report import Report, point_of, report_of
+from rebatch.torch.session.report import Report, report_of
 from rebatch.torch.session.session import Session, session_options, why_of
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.undo import Undo
@@ -57,7 +54,6 @@ from rebatch.torch.undo.undo import Undo
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks  # needs a PyTorch with torch.distributed
 
-_HISTORY = 10000  # steps that are kept for plot()
 # A thread of autograd may hold what a comparison of cuts that ran out of memory has made.
 _COMPARISON_SECONDS = 0.1
 _nothing: ContextManager[None] = contextlib.nullcontext()
@@ -80,7 +76,6 @@ class Training:
         self.number = number
         self.report = Report()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
-        self.history: Deque[plot.Point] = collections.deque(maxlen=_HISTORY)
         self._micro = 0  # where a session that is opened begins; 0: where the options say
         self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
 
@@ -206,7 +201,7 @@ class Training:
             micros = self.ranks.micros() if self.ranks else ()
             self.report = report_of(filled, running.samples, micros)
             if not status and callbacks.is_applied:
-                self._finish(session, filled)
+                self._finish()
             session.raise_failure(status)
             self._compare_cuts(session, filled)
         except BaseException as error:
@@ -253,10 +248,9 @@ class Training:
         samples = self.running.samples
         return session.call(lib.rebatch_step, ops, samples, None, C.byref(filled)), filled
 
-    def _finish(self, session: Session, filled: c.StepReport) -> None:
+    def _finish(self) -> None:
         self.callbacks.accumulators.drop_earlier()
         self.outputs = self.callbacks.outputs
-        self.history.append(point_of(filled, self.running.samples, session.limit_bytes))
         self.number += 1
         self.program.update.done()
 

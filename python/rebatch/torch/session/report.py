@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Dict, Tuple
 
 from rebatch import _library as c
-from rebatch.plot import Point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,20 +97,4 @@ def report_of(filled: c.StepReport, samples: int, ranks: Tuple[int, ...]) -> Rep
         torn=filled.torn,
         overflow_bytes=filled.overflow_bytes,
         ranks=ranks,
-    )
-
-
-def point_of(filled: c.StepReport, samples: int, limit_bytes: int) -> Point:
-    """The same for a picture."""
-    ooms = filled.ooms - filled.ooms_in[c.Phase.ADMISSION]
-    return Point(
-        step=filled.step,
-        size=filled.micro,
-        next_size=filled.micro_after,
-        batch=samples,
-        peak_bytes=filled.peak_bytes,
-        reserved_bytes=filled.reserved_bytes,
-        failed=(filled.micro_before,) if ooms else (),
-        ooms=ooms,
-        limit_bytes=limit_bytes,
     )

@@ -206,7 +206,6 @@ class Session:
             if self.is_cuda:
                 allocator.limit_native(device)
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
-        self.limit_bytes = allocator.limit_of(device)
         self._open(options)
         if guards:
             self._guard()

@@ -2,11 +2,9 @@
 
     step = rebatch.Step(..., log_file="log.jsonl", log_format="json", log_level="debug")
 
-    python -m rebatch.plot log.jsonl picture.png
-    rebatch.plot.draw("log.jsonl", "picture.svg")     # the same
-    step.plot("picture.svg")                          # of this process, without a log
+    python3 plot.py log.jsonl picture.png
 
-The name of the file says its format: .svg, .png, .pdf. It needs no PyTorch.
+The name of the file says its format: .svg, .png, .pdf. It needs matplotlib alone.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def _events(lines: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
             wrong = True
         if wrong:
             raise ValueError(
-                f'rebatch: {name}:{number}: expected an event of a log with log_format="json", '
+                f'plot: {name}:{number}: expected an event of a log with log_format="json", '
                 f"found {line.strip()[:60]!r}"
             )
         yield event
@@ -122,7 +120,7 @@ def read(path: str | os.PathLike[str]) -> list[Point]:
             points.append(_point(event, shrinks))
             shrinks = []
     if not points:
-        raise ValueError(f'rebatch: {name} has no steps: expected a log with log_level="debug"')
+        raise ValueError(f'plot: {name} has no steps: expected a log with log_level="debug"')
     return _of_the_latest_run(points)
 
 
@@ -157,7 +155,7 @@ def _figure() -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(
-            "rebatch: a picture needs matplotlib, which is not installed: pip install matplotlib"
+            "plot: a picture needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
     return Figure(layout="constrained")
 
@@ -253,7 +251,7 @@ def figure_of(points: Sequence[Point], title: str = "Memory and micro-batch") ->
     """The picture of some steps, in the order in which they were done, as matplotlib has it."""
     points = _of_the_latest_run(points)
     if not points:
-        raise ValueError("rebatch: there are no steps to draw")
+        raise ValueError("plot: there are no steps to draw")
     figure = _figure()
     import matplotlib
 
@@ -291,7 +289,7 @@ def write(
     known = sorted(figure.canvas.get_supported_filetypes())
     if end not in known:
         raise ValueError(
-            f"rebatch: the picture is {os.fspath(picture)!r}: expected a name that ends in one of "
+            f"plot: the picture is {os.fspath(picture)!r}: expected a name that ends in one of "
             + ", ".join(f".{name}" for name in known)
         )
     with matplotlib.rc_context(_STYLE):
@@ -299,22 +297,8 @@ def write(
         figure.savefig(picture, transparent=True, dpi=150, **stamp)
 
 
-def draw(
-    log: str | os.PathLike[str],
-    picture: str | os.PathLike[str],
-    title: str = "Memory and micro-batch",
-) -> None:
-    """Draw a log that a Step wrote with log_format="json" and log_level="debug" into a file.
-
-    Raises ValueError for a line that is no event, with its number, and for a log without steps;
-    else as write().
-    """
-    write(read(log), picture, title)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m rebatch.plot",
         description="Draws memory and micro-batch over the steps of a training.",
     )
     parser.add_argument("log", help='of a Step with log_format="json" and log_level="debug"')
@@ -322,10 +306,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--title", default="Memory and micro-batch")
     options = parser.parse_args(arguments)
     try:
-        draw(options.log, options.picture, options.title)
+        write(read(options.log), options.picture, options.title)
     except (ImportError, OSError, ValueError) as error:
         text = str(error)
-        print(text if text.startswith("rebatch: ") else f"rebatch: {text}", file=sys.stderr)
+        print(text if text.startswith("plot: ") else f"plot: {text}", file=sys.stderr)
         return 1
     return 0
 
