@@ -37,7 +37,7 @@ LIB_SRC := $(filter-out src/config/settings_file_absent.c, \
                src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c)) \
     $(if $(CHECK),$(INVARIANTS_SRC))
 CLI_SRC := $(wildcard src/cli/*.c)
-PRELOAD_SRC := $(wildcard src/preload/*.c)
+PRELOAD_SRC := $(wildcard preload/*.c)
 # Recorded allocations against a pool.
 REPLAY_OBJ := $(patsubst %.c,$(BUILD)/%.o,$(wildcard bench/replay/*.c))
 REPLAY := $(BUILD)/bench/replay/replay
@@ -127,12 +127,13 @@ all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(EXAMPLES) $(M
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
+$(BUILD)/preload/%.o: private FOLDER_CFLAGS := -Isrc -I.
 # What the command prints is looked after as in the examples (output.h).
 $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # Pairs of stores to a struct are faster one by one.
 $(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
 # tests/cuda has a stand-in for CUDA's headers. Most tests compute little, and compile in half the time without optimization.
-TEST_INCLUDES := -Isrc -Iexamples -Itests -isystem tests/cuda
+TEST_INCLUDES := -Isrc -Iexamples -Itests -I. -isystem tests/cuda
 $(BUILD)/tests/%.o: private FOLDER_CFLAGS := $(TEST_INCLUDES)
 $(BUILD)/tests/unit/%.o $(BUILD)/tests/integration/%.o $(BUILD)/tests/fault/%.o: private FOLDER_CFLAGS := -O0 $(TEST_INCLUDES)
 $(BUILD)/tests/integration/check_rounding.o: private FOLDER_CFLAGS := $(TEST_INCLUDES)
@@ -203,7 +204,7 @@ $(EXAMPLES) $(GUIDE): %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 # What of the preloaded library takes no function of others is tested within the program.
-$(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o sentence.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+$(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/preload/,holdings.o record.o sentence.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
 

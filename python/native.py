@@ -25,7 +25,7 @@ ROOT = COPY if COPY.is_dir() else HERE.parent
 FLAGS = "-std=c17 -D_GNU_SOURCE -pthread -fPIC -fvisibility=hidden -Iinclude -Isrc -O2".split()
 POOL_FLAGS = ["-fno-tree-slp-vectorize"]
 # Folders of src that are programs of their own, not the library.
-PROGRAMS = {"cli", "preload"}
+PROGRAMS = {"cli"}
 # Its stand-in settings_file_absent.c needs no libconfig.
 NEEDS_LIBCONFIG = Path("src/config/settings_file.c")
 

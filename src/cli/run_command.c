@@ -38,7 +38,7 @@ static const char help[] =
     "                        repeated: --shrink 50%@step:20 --shrink 100%@step:40. Only for\n"
     "                        programs that call rebatch_step()\n"
     "  --record FILE         write the program's CUDA allocations into a trace, for example\n"
-    "                        x.trace, whose form is in docs/run.md\n"
+    "                        x.trace, whose form is in docs/preload.md\n"
     "  --check               check the program's step for mistakes instead of training, print\n"
     "                        what was found, and end the program (docs/check.md)\n"
     "  --help, -h            print this text\n"

@@ -87,7 +87,7 @@ struct cu_access {
 #define RBI_CUDA_OPTIONAL_CALLS(X)                                                                 \
     X(context_record, cuCtxRecordEvent, (cu_context context, cu_event event))
 
-/* A preloaded librebatch_wrap.so (src/preload) answers this name with a dlsym() that finds the
+/* A preloaded librebatch_wrap.so (preload/) answers this name with a dlsym() that finds the
  * driver's own functions: what a pool takes from the driver does not come from a pool. */
 #define RBI_CUDA_REAL_DLSYM "rebatch_wrap_real_dlsym"
 

@@ -58,7 +58,7 @@ static rebatch *session_here(void)
     int ours;
     if (!rb || rebatch_device_ordinal(&ours, rebatch_pool_device(rebatch_get_pool(rb))))
         return NULL;
-    return rbi_hook_current_device() == ours ? rb : NULL;
+    return rbi_driver_current_device() == ours ? rb : NULL;
 }
 
 static int code_of(rebatch_status status)
@@ -92,7 +92,7 @@ static bool is_capturing(cu_stream stream)
     rbi_function function = atomic_load(&known);
     int status = 0;
     if (!function) {
-        function = rbi_hook_find_other("cuStreamIsCapturing");
+        function = rbi_driver_find_other("cuStreamIsCapturing");
         atomic_store(&known, function);
     }
     return function && (((int (*)(cu_stream, int *))function)(stream, &status) || status);

@@ -1,6 +1,5 @@
-/* Owns the table of the driver's functions that are taken: ours, and the driver's own.
- * Must not know what ours do. */
-#include <dlfcn.h>
+/* Owns the table of the driver's functions that are taken, and what a program gets that asks for one
+ * by name. Must not know what ours do. */
 #include <string.h>
 
 #include "preload/preload.h"
@@ -19,73 +18,16 @@ static const struct {
 #undef HOOK
 };
 
-static _Atomic(rbi_function) reals[RBI_HOOK_COUNT];
+/* ---- by symbol ---- */
 
-/* ---- the driver's own ---- */
-
-bool rbi_hook_is_drivers(const void *address)
-{
-    static const char prefix[] = "libcuda.so";
-    Dl_info info;
-    if (!dladdr(address, &info) || !info.dli_fname)
-        return false;
-    const char *const slash = strrchr(info.dli_fname, '/');
-    const char *const file = slash ? slash + 1 : info.dli_fname;
-    return strncmp(file, prefix, sizeof prefix - 1) == 0;
-}
-
-/* Whoever calls one of ours by its symbol has the driver loaded, or wants to. */
-rbi_function rbi_hook_find_other(const char *symbol)
-{
-    void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    if (!driver)
-        driver = dlopen("libcuda.so.1", RTLD_LAZY);
-    void *const found = driver ? rbi_dlsym_real()(driver, symbol) : NULL;
-    rbi_function function;
-    memcpy(&function, &found, sizeof function);
-    return function;
-}
-
-/* The first that was found stays: all of them do the same. A driver that finds its functions by
- * their symbols, as other libraries do, has found ours. */
-static void keep(enum rbi_hook hook, rbi_function function)
-{
-    rbi_function none = NULL;
-    if (function == hooks[hook].ours)
-        return;
-    (void)atomic_compare_exchange_strong(&reals[hook], &none, function);
-}
-
-rbi_function rbi_hook_real(enum rbi_hook hook)
-{
-    if (!atomic_load_explicit(&reals[hook], memory_order_acquire)) {
-        const rbi_function found = rbi_hook_find_other(hooks[hook].symbol);
-        if (found)
-            keep(hook, found);
-    }
-    return atomic_load_explicit(&reals[hook], memory_order_acquire);
-}
-
-int rbi_hook_current_device(void)
-{
-    static _Atomic(rbi_function) known;
-    rbi_function function = atomic_load(&known);
-    int device = -1;
-    if (!function) {
-        function = rbi_hook_find_other("cuCtxGetDevice");
-        atomic_store(&known, function);
-    }
-    return function && ((int (*)(int *))function)(&device) == RBI_CU_SUCCESS ? device : -1;
-}
-
-/* ---- ours instead ---- */
-
+/* A driver that finds its functions by their symbols, as other libraries do, has found ours. */
 static void *replace(enum rbi_hook hook, void *found)
 {
     rbi_function function;
     void *ours;
     memcpy(&function, &found, sizeof function);
-    keep(hook, function);
+    if (function != hooks[hook].ours)
+        rbi_driver_keep(hook, function);
     memcpy(&ours, &hooks[hook].ours, sizeof ours);
     return ours;
 }
@@ -109,9 +51,11 @@ bool rbi_hook_is_symbol(const char *symbol)
 void *rbi_hook_replace_symbol(const char *symbol, void *found)
 {
     const int hook = find_symbol(symbol);
-    return hook >= 0 && found && rbi_hook_is_drivers(found) ? replace((enum rbi_hook)hook, found)
-                                                            : found;
+    return hook >= 0 && found && rbi_driver_has(found) ? replace((enum rbi_hook)hook, found)
+                                                       : found;
 }
+
+/* ---- by cuGetProcAddress() ---- */
 
 /* The form of `name` that a program of this version of CUDA gets, as far as the table knows. Where
  * there are two with the same version, that for per-thread streams is the second. */
@@ -139,9 +83,28 @@ static void *ask_driver(const char *name, int version, unsigned long long flags)
 
 /* A newer driver may have a newer form for this version of CUDA. Then it is not what the driver
  * gives for the version of ours, and nothing is replaced. */
-void rbi_hook_replace_asked(void **out, const char *name, int version, unsigned long long flags)
+static void replace_asked(void **out, const char *name, int version, unsigned long long flags)
 {
     const int hook = find_asked(name, version, (flags & FLAG_PER_THREAD) != 0);
     if (hook >= 0 && ask_driver(name, hooks[hook].version, flags) == *out)
         *out = replace((enum rbi_hook)hook, *out);
+}
+
+int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags)
+{
+    rbi_cuGetProcAddress_type *const real = RBI_REAL(cuGetProcAddress);
+    const int code = real ? real(name, out, version, flags) : RBI_CU_NOT_FOUND;
+    if (code == RBI_CU_SUCCESS && name && out && *out)
+        replace_asked(out, name, version, flags);
+    return code;
+}
+
+int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long long flags,
+                        int *found)
+{
+    rbi_cuGetProcAddress_v2_type *const real = RBI_REAL(cuGetProcAddress_v2);
+    const int code = real ? real(name, out, version, flags, found) : RBI_CU_NOT_FOUND;
+    if (code == RBI_CU_SUCCESS && name && out && *out)
+        replace_asked(out, name, version, flags);
+    return code;
 }

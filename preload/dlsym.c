@@ -63,26 +63,7 @@ __asm__(".text\n"
 #error "librebatch_wrap.so is for x86-64 and aarch64"
 #endif
 
-static atomic_bool has_rebatch;
-
 /* ---- who answers ---- */
-
-static void *find_for_rebatch(void *handle, const char *symbol)
-{
-    return rbi_dlsym_real()(handle, symbol);
-}
-
-/* A library that loads CUDA's driver asks for this name first. */
-static void *answer_rebatch(void *handle, const char *symbol)
-{
-    rbi_dlsym *const function = find_for_rebatch;
-    void *found;
-    (void)handle;
-    (void)symbol;
-    atomic_store(&has_rebatch, true);
-    memcpy(&found, &function, sizeof found);
-    return found;
-}
 
 static void *answer_hook(void *handle, const char *symbol)
 {
@@ -99,13 +80,8 @@ rbi_dlsym *rbi_dlsym_choose(void *handle, const char *symbol, const void *caller
     if (handle == RTLD_NEXT || handle == RTLD_DEFAULT || !symbol)
         return rbi_dlsym_real();
     if (symbol[0] == 'r' && strcmp(symbol, RBI_CUDA_REAL_DLSYM) == 0)
-        return answer_rebatch;
-    if (!rbi_hook_is_symbol(symbol) || rbi_hook_is_drivers(caller))
+        return rbi_dlsym_answer_rebatch; /* a device of this library asks for this name first */
+    if (!rbi_hook_is_symbol(symbol) || rbi_driver_has(caller))
         return rbi_dlsym_real();
     return answer_hook;
-}
-
-bool rbi_dlsym_has_rebatch(void)
-{
-    return atomic_load_explicit(&has_rebatch, memory_order_relaxed);
 }

@@ -140,7 +140,7 @@ static uint64_t find_cap(int ordinal)
     uint64_t cap = settings->limit_bytes;
     size_t total = 0;
     const rbi_function function =
-        settings->limit_permille ? rbi_hook_find_other("cuDeviceTotalMem_v2") : NULL;
+        settings->limit_permille ? rbi_driver_find_other("cuDeviceTotalMem_v2") : NULL;
     if (function && ((int (*)(size_t *, int))function)(&total, ordinal) == RBI_CU_SUCCESS) {
         const uint64_t share = total / 1000 * settings->limit_permille;
         if (!cap || share < cap)
@@ -167,7 +167,7 @@ static uint64_t cap_of(const struct device *device)
 
 void rbi_ledger_lower(uint64_t *free_bytes, uint64_t *total_bytes)
 {
-    const int ordinal = is_on() && has_cap() ? rbi_hook_current_device() : -1;
+    const int ordinal = is_on() && has_cap() ? rbi_driver_current_device() : -1;
     if (ordinal < 0 || ordinal >= DEVICES)
         return;
     const struct device *const device = device_at(ordinal);
@@ -209,7 +209,7 @@ bool rbi_ledger_begin(struct rbi_request *request, uint64_t bytes, cu_stream str
     *request = (struct rbi_request){.bytes = bytes, .stream = stream, .device = -1};
     if (bytes == 0 || !is_on())
         return true;
-    const int ordinal = device >= 0 ? device : rbi_hook_current_device();
+    const int ordinal = device >= 0 ? device : rbi_driver_current_device();
     if (ordinal < 0 || ordinal >= DEVICES)
         return true;
     struct device *const account = device_at(ordinal);
@@ -278,7 +278,7 @@ void rbi_ledger_end(const struct rbi_request *request, int code, uint64_t key,
 /* The pool's own memory is in no device's account. */
 void rbi_ledger_note_pool(int code, uint64_t address, uint64_t bytes, cu_stream stream)
 {
-    const int ordinal = is_on() ? rbi_hook_current_device() : -1;
+    const int ordinal = is_on() ? rbi_driver_current_device() : -1;
     if (ordinal < 0 || ordinal >= DEVICES)
         return;
     pthread_mutex_lock(&ledger.lock);

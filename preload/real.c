@@ -1,5 +1,5 @@
-/* Owns where the C library's own dlsym() is found.
- * Must not know who answers for it, nor the driver. */
+/* Owns where the C library's own dlsym() is found, and whether this library's CUDA device asked for
+ * it. Must not know who else answers for it, nor the driver. */
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -32,4 +32,29 @@ rbi_dlsym *rbi_dlsym_real(void)
     }
     atomic_store_explicit(&real, known, memory_order_relaxed);
     return known ? known : find_none;
+}
+
+/* ---- a CUDA device of this library ---- */
+
+static atomic_bool has_rebatch;
+
+static void *find_for_rebatch(void *handle, const char *symbol)
+{
+    return rbi_dlsym_real()(handle, symbol);
+}
+
+void *rbi_dlsym_answer_rebatch(void *handle, const char *symbol)
+{
+    rbi_dlsym *const function = find_for_rebatch;
+    void *found;
+    (void)handle;
+    (void)symbol;
+    atomic_store(&has_rebatch, true);
+    memcpy(&found, &function, sizeof found);
+    return found;
+}
+
+bool rbi_dlsym_has_rebatch(void)
+{
+    return atomic_load_explicit(&has_rebatch, memory_order_relaxed);
 }

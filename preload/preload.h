@@ -18,7 +18,7 @@ enum {
     RBI_CU_UNKNOWN = 999
 };
 
-/* ---- the entry points that are taken (hooks.c) ---- */
+/* ---- the entry points that are taken (entry.c, hooks.c) ---- */
 
 typedef struct rbi_cu_pool_object *cu_pool;
 
@@ -70,35 +70,40 @@ RBI_HOOKS(RBI_HOOK_DECLARE_)
 
 typedef void (*rbi_function)(void);
 
-/* The driver's own function; NULL: the driver has none. */
-rbi_function rbi_hook_real(enum rbi_hook hook);
-#define RBI_REAL(symbol) ((rbi_##symbol##_type *)rbi_hook_real(RBI_HOOK_##symbol))
-
-/* Another function of the driver, by its symbol; NULL: the driver has none. */
-rbi_function rbi_hook_find_other(const char *symbol);
-/* The device of the context that is current in this thread; -1: there is none. */
-int rbi_hook_current_device(void);
-/* Whether the code or data at `address` is the driver's. */
-bool rbi_hook_is_drivers(const void *address);
-
 /* Whether dlsym() may have to answer with a function of ours. */
 bool rbi_hook_is_symbol(const char *symbol);
 /* Ours, and `found` is kept as the driver's, when `found` is what the driver has for `symbol`; else
  * `found`. */
 void *rbi_hook_replace_symbol(const char *symbol, void *found);
-/* The same for what cuGetProcAddress() has put into *out. */
-void rbi_hook_replace_asked(void **out, const char *name, int version, unsigned long long flags);
 
-/* ---- dlsym (real.c, dlsym.c) ---- */
+/* ---- the driver's own functions (driver.c) ---- */
+
+/* NULL: the driver has none. */
+rbi_function rbi_driver_real(enum rbi_hook hook);
+#define RBI_REAL(symbol) ((rbi_##symbol##_type *)rbi_driver_real(RBI_HOOK_##symbol))
+/* Keeps a function as the driver's own, unless there is one already. */
+void rbi_driver_keep(enum rbi_hook hook, rbi_function function);
+
+/* Another function of the driver, by its symbol; NULL: the driver has none. */
+rbi_function rbi_driver_find_other(const char *symbol);
+/* The device of the context that is current in this thread; -1: there is none. */
+int rbi_driver_current_device(void);
+/* Whether the code or data at `address` is the driver's. */
+bool rbi_driver_has(const void *address);
+
+/* ---- the C library's own dlsym (real.c) ---- */
 
 typedef void *rbi_dlsym(void *handle, const char *symbol);
-/* The C library's own; where there is none, one that finds nothing. */
+/* Where there is none, one that finds nothing. */
 rbi_dlsym *rbi_dlsym_real(void);
+/* Answers a CUDA device of this library, whatever it asks for, with the address of one that finds
+ * the driver's own functions. */
+void *rbi_dlsym_answer_rebatch(void *handle, const char *symbol);
 /* Whether a CUDA device of this library was opened in the process: whoever opened it takes memory
  * for a pool by the driver's own functions, and applies limits and failures itself. */
 bool rbi_dlsym_has_rebatch(void);
 
-/* ---- the process's session (pool.c) ---- */
+/* ---- the process's session (session_pool.c) ---- */
 
 /* Streams that are no handles: those of every process, and of every thread. */
 #define RBI_CU_STREAM_LEGACY ((cu_stream)(uintptr_t)1)
@@ -191,7 +196,7 @@ void rbi_ledger_put_back(const struct rbi_holding *holding);
 /* Lowers what the driver says of the current device to what the cap leaves. */
 void rbi_ledger_lower(uint64_t *free_bytes, uint64_t *total_bytes);
 
-/* ---- the sentence about it (summary.c) ---- */
+/* ---- the sentence about it (sentence.c) ---- */
 
 struct rbi_ledger_figures {
     uint64_t requests; /* allocations that were tried */

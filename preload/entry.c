@@ -1,4 +1,4 @@
-/* Owns the functions that a program calls instead of the driver's.
+/* Owns what a program calls instead of the driver's functions for memory.
  * Must not know what a cap, a failure on purpose or a pool is.
  *
  * An output is written by the driver, or on success. */
@@ -201,26 +201,5 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
     rbi_ledger_lower(&free_now, &total);
     *free_bytes = (size_t)free_now;
     *total_bytes = (size_t)total;
-    return code;
-}
-
-/* ---- other functions by name ---- */
-
-int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags)
-{
-    rbi_cuGetProcAddress_type *const real = RBI_REAL(cuGetProcAddress);
-    const int code = real ? real(name, out, version, flags) : RBI_CU_NOT_FOUND;
-    if (code == RBI_CU_SUCCESS && name && out && *out)
-        rbi_hook_replace_asked(out, name, version, flags);
-    return code;
-}
-
-int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long long flags,
-                        int *found)
-{
-    rbi_cuGetProcAddress_v2_type *const real = RBI_REAL(cuGetProcAddress_v2);
-    const int code = real ? real(name, out, version, flags, found) : RBI_CU_NOT_FOUND;
-    if (code == RBI_CU_SUCCESS && name && out && *out)
-        rbi_hook_replace_asked(out, name, version, flags);
     return code;
 }

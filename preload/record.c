@@ -1,7 +1,7 @@
 /* Owns the trace of a program's allocations: the file, its lines, the numbers in them.
  * Must not know who allocates.
  *
- * Each line is written at once, so the file of a program that crashes is whole. docs/run.md
+ * Each line is written at once, so the file of a program that crashes is whole. docs/preload.md
  * has its form. */
 #include <errno.h>
 #include <fcntl.h>
