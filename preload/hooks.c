@@ -1,5 +1,5 @@
-/* Owns the table of the driver's functions that are taken, and what a program gets that asks for one
- * by name. Must not know what ours do. */
+/* Owns the table of the driver's functions that are taken, and what a program gets that asks for
+ * one by name. Must not know what ours do. */
 #include <string.h>
 
 #include "preload/preload.h"

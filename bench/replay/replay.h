@@ -1,5 +1,5 @@
-/* The parts of the replay of traces: reading a trace, running it against a pool on a dry device, and
- * printing what came of it. Must not know the library's inside: public headers only. */
+/* The parts of the replay of traces: reading a trace, running it against a pool on a dry device,
+ * and printing what came of it. Must not know the library's inside: public headers only. */
 #ifndef BENCH_REPLAY_H
 #define BENCH_REPLAY_H
 
