@@ -207,11 +207,6 @@ REBATCH_API_CHECKED rebatch_status rebatch_check(rebatch *rb, const rebatch_step
 REBATCH_API size_t rebatch_check_format(char *text, size_t size,
                                         const rebatch_check_report *report);
 
-/** The name of a kind of finding, for example "not_cleared". Thread-safe.
- *  @param kind  any number
- *  @return a static string */
-REBATCH_API const char *rebatch_finding_name(rebatch_finding_kind kind);
-
 #ifdef __cplusplus
 }
 #endif

@@ -111,12 +111,6 @@ REBATCH_API void rebatch_stream_destroy(rebatch_device *device, rebatch_stream s
 REBATCH_API rebatch_status rebatch_stream_synchronize(rebatch_device *device,
                                                       rebatch_stream stream);
 
-/** Wait for the work of all streams of the device, also of streams that the program created with
- *  CUDA. Asynchronous errors are reported here. Thread-safe.
- *  @param device  any device
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
-REBATCH_API rebatch_status rebatch_device_synchronize(rebatch_device *device);
-
 /** Enqueue a host function, which runs when the work enqueued before it is done. On the default
  *  stream of a host device it runs before this call returns. Thread-safe.
  *  @param device    the device of the stream

@@ -131,16 +131,6 @@ typedef struct rebatch_pool_stats {
 #undef REBATCH_POOL_STAT_
 } rebatch_pool_stats;
 
-/** Statistics of a scope since it began, including the scopes inside it. */
-typedef struct rebatch_scope_stats {
-    int64_t live_bytes; /**< live memory now, minus live memory when the scope began */
-    int64_t peak_bytes; /**< highest value of live_bytes: what the scope needs in addition to the
-                             memory that was live before */
-    uint64_t requested_bytes; /**< requested in total, before rounding */
-    uint64_t allocations;     /**< blocks allocated in total */
-    uint64_t largest_bytes;   /**< the largest block allocated */
-} rebatch_scope_stats;
-
 /** The stages of the search for memory, in order: X(name, where the pool looks). */
 #define REBATCH_POOL_STAGES(X)                                                                     \
     X(CACHE, "the pool's own free blocks")                                                         \
@@ -421,14 +411,6 @@ REBATCH_API rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scop
  *  @param scope  an open scope
  *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open: nothing changed */
 REBATCH_API rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope);
-
-/** Statistics of an open scope. Thread-safe.
- *  @param[out] out  the statistics
- *  @param pool      the pool
- *  @param scope     an open scope
- *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open */
-REBATCH_API rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *pool,
-                                                   rebatch_scope scope);
 
 /** What was allocated inside an open scope and is still in use. Call it before a commit, or before
  *  the pool is destroyed, to find leaks. Thread-safe.

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "check/check.h"
+#include "device/device.h"
 
 #define DEFAULT_MOST_OOMS 100
 #define DEFAULT_MAX_SECONDS 300
@@ -12,7 +13,7 @@
 static void was_cleared(void *user)
 {
     struct rbi_check *c = user;
-    if (c->is_first && !rebatch_device_synchronize(rbi_session_device(c->rb)))
+    if (c->is_first && !rbi_device_synchronize(rbi_session_device(c->rb)))
         (void)rbi_values_read(&c->other, &c->items);
 }
 

@@ -259,6 +259,8 @@ struct rbi_trend {
 
 /* ---- what is found (findings.c) ---- */
 
+/* "not_cleared". */
+const char *rbi_finding_name(rebatch_finding_kind kind);
 /* Adds one; the text as for printf. */
 void rbi_finding_add(rebatch_check_report *report, rebatch_finding_kind kind, const char *name,
                      const char *format, ...) __attribute__((format(printf, 4, 5)));

@@ -11,7 +11,7 @@ static const struct {
 #undef KIND
 };
 
-const char *rebatch_finding_name(rebatch_finding_kind kind)
+const char *rbi_finding_name(rebatch_finding_kind kind)
 {
     static const char *const names[] = {
         "not_repeatable", "not_cleared", "freed",        "uninitialized", "stale",    "cut",

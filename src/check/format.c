@@ -38,7 +38,7 @@ static void add_findings(struct rbi_text *t, const rebatch_check_report *report,
         const rebatch_finding *finding = &report->findings[i];
         if (finding->is_mistake != mistakes)
             continue;
-        rbi_text_add(t, "%-*s", INDENT, mistakes ? rebatch_finding_name(finding->kind) : "note");
+        rbi_text_add(t, "%-*s", INDENT, mistakes ? rbi_finding_name(finding->kind) : "note");
         add_wrapped(t, finding->text);
     }
 }

@@ -101,7 +101,7 @@ rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device)
     return device->ops->ordinal(device->self, out);
 }
 
-rebatch_status rebatch_device_synchronize(rebatch_device *device)
+rebatch_status rbi_device_synchronize(rebatch_device *device)
 {
     const rebatch_status status = check_device(device);
     if (status || !device->ops->synchronize)

@@ -148,6 +148,8 @@ bool rbi_device_has_contents(const rebatch_device *device);
 /* Whether it is nothing but memory of this process, without threads, so that a copy of the process
  * can go on with it. What virtual memory is made of is shared with it all the same. */
 bool rbi_device_is_in_process(const rebatch_device *device);
+/* Waits for the work of all streams, also of those that the program created with CUDA. */
+rebatch_status rbi_device_synchronize(rebatch_device *device);
 bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream);
 rebatch_status rbi_device_take_last_error(rebatch_device *device);
 

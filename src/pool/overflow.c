@@ -125,7 +125,7 @@ static size_t largest_bytes(const rebatch_pool *pool)
 
 static rebatch_status await_all(rebatch_pool *pool, size_t keep_bytes)
 {
-    rebatch_status status = rebatch_device_synchronize(pool->device);
+    rebatch_status status = rbi_device_synchronize(pool->device);
     if (status == REBATCH_OK && rbi_pool_has_waiting(pool, NULL))
         status = rbi_pool_await_streams(pool);
     if (status != REBATCH_OK)

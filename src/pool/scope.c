@@ -445,7 +445,7 @@ uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope)
     return sequence;
 }
 
-static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
+static void get_stats_locked(struct rbi_scope_stats *out, const rebatch_pool *pool,
                              const struct rbi_scope *scope)
 {
     struct rbi_scope sum = *scope;
@@ -458,15 +458,11 @@ static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
     out->largest_bytes = sum.largest_bytes;
 }
 
-rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *pool,
-                                       rebatch_scope scope)
+rebatch_status rbi_scope_get_stats(struct rbi_scope_stats *out, rebatch_pool *pool,
+                                   rebatch_scope scope)
 {
-    if (!out)
-        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the statistics");
-    *out = (rebatch_scope_stats){0};
-    rebatch_status status = rbi_pool_check(pool);
-    if (status != REBATCH_OK)
-        return status;
+    rebatch_status status = REBATCH_OK;
+    *out = (struct rbi_scope_stats){0};
     rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open)
@@ -480,7 +476,7 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
 static void end_phase_locked(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
-    rebatch_scope_stats stats = {0};
+    struct rbi_scope_stats stats = {0};
     rbi_plan_end(pool);
     const struct rbi_scope *const open = find_open(pool, scope);
     if (open)

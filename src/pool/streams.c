@@ -281,7 +281,7 @@ static rebatch_status await_device(rebatch_pool *pool)
 {
     if (!may_wait(pool))
         return REBATCH_OOM;
-    const rebatch_status status = rebatch_device_synchronize(pool->device);
+    const rebatch_status status = rbi_device_synchronize(pool->device);
     if (status != REBATCH_OK)
         return status;
     note_device_event(pool);

@@ -214,7 +214,7 @@ static bool is_fatal(rebatch_status status)
 
 rebatch_status rbi_callback_wait(rebatch *rb)
 {
-    return rb->any_stream ? rebatch_device_synchronize(rb->device)
+    return rb->any_stream ? rbi_device_synchronize(rb->device)
                           : rebatch_stream_synchronize(rb->device, rb->options.stream);
 }
 

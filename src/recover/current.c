@@ -106,7 +106,7 @@ rebatch_status rebatch_free(rebatch *rb, void *pointer)
         return rbi_error(REBATCH_E_INVALID, "rb is NULL");
     if (!pointer)
         return REBATCH_OK;
-    const rebatch_status status = rebatch_device_synchronize(rb->device);
+    const rebatch_status status = rbi_device_synchronize(rb->device);
     return status ? status : rebatch_pool_free(rb->pool, pointer);
 }
 

@@ -56,7 +56,7 @@ static rebatch_status begin_run(rebatch *rb, size_t size)
 
 static rebatch_status wait_for_it(const rebatch *rb, rebatch_status status)
 {
-    const rebatch_status waited = rebatch_device_synchronize(rb->device);
+    const rebatch_status waited = rbi_device_synchronize(rb->device);
     return status ? status : waited;
 }
 

@@ -134,7 +134,7 @@ static rebatch_status fault_fill(void *self, void *to, uint8_t value, size_t byt
 
 static rebatch_status fault_synchronize(void *self)
 {
-    PASS(REBATCH_FAULT_STREAM, rebatch_device_synchronize(inner));
+    PASS(REBATCH_FAULT_STREAM, rbi_device_synchronize(inner));
 }
 
 static rebatch_status fault_stream_create(void *self, rebatch_stream *out)

@@ -177,7 +177,7 @@ Test(device_cuda, events_say_how_far_a_stream_is)
     for (int i = 0; i < 50; i++)
         ASSERT_OK(rebatch_fill(device, memory, (uint8_t)i, GIB, a));
     ASSERT_OK(rbi_event_record(device, event, a));
-    ASSERT_OK(rebatch_device_synchronize(device)); /* waits for every stream */
+    ASSERT_OK(rbi_device_synchronize(device)); /* waits for every stream */
     ASSERT_OK(rbi_event_query(device, event, &done));
     cr_assert(done);
     rbi_event_destroy(device, event);

@@ -4,6 +4,7 @@
 
 #include <criterion/criterion.h>
 
+#include "device/device.h"
 #include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
@@ -161,7 +162,7 @@ Test(device_fault, every_kind_fails_with_the_plans_status_and_any_is_all_of_them
     plan.calls = REBATCH_FAULT_STREAM;
     cr_assert_eq(rebatch_fault_arm(pair.fault, &plan), REBATCH_OK);
     cr_assert_eq(rebatch_stream_synchronize(pair.fault, NULL), REBATCH_E_DEVICE);
-    cr_assert_eq(rebatch_device_synchronize(pair.fault), REBATCH_E_DEVICE);
+    cr_assert_eq(rbi_device_synchronize(pair.fault), REBATCH_E_DEVICE);
     cr_assert_eq(rebatch_stream_call(pair.fault, NULL, do_nothing, NULL), REBATCH_E_DEVICE);
     close_pair(&pair);
 }

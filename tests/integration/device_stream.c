@@ -8,6 +8,7 @@
 
 #include <criterion/criterion.h>
 
+#include "device/device.h"
 #include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
@@ -183,15 +184,15 @@ Test(device_stream, the_whole_device_is_waited_for)
     atomic_int flags[2] = {0};
     for (size_t i = 0; i < 2; i++)
         enqueue(device, streams[i], set_flag_late, &flags[i]);
-    cr_assert_eq(rebatch_device_synchronize(device), REBATCH_OK);
+    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK);
     cr_assert(atomic_load(&flags[0]) && atomic_load(&flags[1]));
     for (size_t i = 0; i < 2; i++)
         rebatch_stream_destroy(device, streams[i]);
-    cr_assert_eq(rebatch_device_synchronize(device), REBATCH_OK);
+    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK);
     rebatch_device_close(device);
 
     cr_assert_eq(rebatch_device_open_dry(&device, CAPACITY_BYTES, BLOCK_BYTES), REBATCH_OK);
-    cr_assert_eq(rebatch_device_synchronize(device), REBATCH_OK); /* nothing ever lags there */
+    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK); /* nothing ever lags there */
     rebatch_device_close(device);
 }
 
@@ -370,7 +371,7 @@ Test(device_stream, null_is_refused_where_there_are_bytes)
     cr_assert_eq(rebatch_fill(NULL, buffer, 0, 1, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_stream_call(NULL, NULL, do_nothing, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_stream_synchronize(NULL, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_device_synchronize(NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rbi_device_synchronize(NULL), REBATCH_E_INVALID);
     rebatch_stream_destroy(NULL, NULL);
     rebatch_device_close(device);
 }

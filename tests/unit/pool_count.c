@@ -134,8 +134,8 @@ void count_compare(const struct count *count, rebatch_pool *pool, size_t beyond_
     cr_assert(is_peak((int64_t)got.blocks_peak, (int64_t)want->blocks_peak, beyond_bytes / UNIT));
     for (size_t i = 0; i < count->depth; i++) {
         const struct count_scope *s = &count->scopes[i];
-        rebatch_scope_stats stats;
-        cr_assert_eq(rebatch_scope_get_stats(&stats, pool, s->handle), REBATCH_OK);
+        struct rbi_scope_stats stats;
+        cr_assert_eq(rbi_scope_get_stats(&stats, pool, s->handle), REBATCH_OK);
         cr_assert_eq(stats.live_bytes, (int64_t)want->live_bytes - s->live_at_begin);
         cr_assert(is_peak(stats.peak_bytes, s->peak, beyond_bytes));
         cr_assert_eq(stats.requested_bytes, s->requested);

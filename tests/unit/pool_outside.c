@@ -214,8 +214,8 @@ Test(pool_outside, they_do_not_count_in_the_scope)
     be_thread(INSIDER);
     void *last = take(rig.pool, 8 * KIB);
     commit(rig.pool, within);
-    rebatch_scope_stats stats;
-    cr_assert_eq(rebatch_scope_get_stats(&stats, rig.pool, scope), REBATCH_OK);
+    struct rbi_scope_stats stats;
+    cr_assert_eq(rbi_scope_get_stats(&stats, rig.pool, scope), REBATCH_OK);
     cr_assert_eq(stats.live_bytes, 12 * KIB);
     cr_assert_eq(stats.peak_bytes, 12 * KIB);
     cr_assert_eq(stats.largest_bytes, 10 * KIB);
@@ -226,10 +226,10 @@ Test(pool_outside, they_do_not_count_in_the_scope)
     rig_close(&rig);
 }
 
-static rebatch_scope_stats scope_stats(rebatch_pool *pool, rebatch_scope scope)
+static struct rbi_scope_stats scope_stats(rebatch_pool *pool, rebatch_scope scope)
 {
-    rebatch_scope_stats stats;
-    cr_assert_eq(rebatch_scope_get_stats(&stats, pool, scope), REBATCH_OK);
+    struct rbi_scope_stats stats;
+    cr_assert_eq(rbi_scope_get_stats(&stats, pool, scope), REBATCH_OK);
     return stats;
 }
 
@@ -244,7 +244,7 @@ Test(pool_outside, a_scope_around_counts_all_threads)
     give(rig.pool, take(rig.pool, 100 * KIB));
     be_thread(INSIDER);
     for (int ended = 0; ended < 2; ended++) {
-        const rebatch_scope_stats stats = scope_stats(rig.pool, around);
+        const struct rbi_scope_stats stats = scope_stats(rig.pool, around);
         cr_assert_eq(stats.peak_bytes, 100 * KIB);
         cr_assert_eq(stats.largest_bytes, 100 * KIB);
         cr_assert_eq(stats.allocations, 2);

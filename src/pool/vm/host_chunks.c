@@ -157,7 +157,7 @@ static rebatch_status copy_to(struct rbi_vm *vm, void *beside, rbi_physical chun
     status = rbi_call_set_access(vm, beside, bytes, 1);
     if (status == REBATCH_OK)
         status = rebatch_copy(vm->device, beside, from->at, bytes, NULL);
-    const rebatch_status done = rebatch_device_synchronize(vm->device);
+    const rebatch_status done = rbi_device_synchronize(vm->device);
     const rebatch_status unmapped = rbi_call_unmap(vm, beside, bytes);
     return status ? status : done ? done : unmapped;
 }
