@@ -89,11 +89,16 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
     }
 }
 
+/* Whether it declares by a vote of all ranks (lockstep.c). */
+static bool votes(const rebatch *rb, enum rbi_callback which)
+{
+    return which == RBI_FORWARD_BACKWARD && rbi_group_is_in_lockstep(rb);
+}
+
 /* A callback that does not declare is taken to change things from its first line. */
 static bool declares(const rebatch *rb, enum rbi_callback which)
 {
-    return (rb->run.ops->flags & REBATCH_DECLARES_MUTATION) ||
-           (which == RBI_FORWARD_BACKWARD && rbi_group_is_in_lockstep(rb)) ||
+    return (rb->run.ops->flags & REBATCH_DECLARES_MUTATION) || votes(rb, which) ||
            rb->declares[which] == address_of(rb, which);
 }
 
@@ -132,8 +137,8 @@ static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
 
 static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
-    if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing &&
-        !rbi_group_is_in_lockstep(rb) && breaks_promise(rb, call->which))
+    if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing && !votes(rb, call->which) &&
+        breaks_promise(rb, call->which))
         return rbi_result_say_undeclared(rb, call);
     return REBATCH_OK;
 }
@@ -347,7 +352,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rbi_scope_undo(rb->pool, scope);
-    if (status == REBATCH_OOM && rb->lockstep.is_peers) {
+    if (status == REBATCH_OOM && rb->run.failure.is_peers) {
         rb->run.failure.available_bytes = 0; /* whatever there is here, it was not enough there */
     } else if (status == REBATCH_OOM) {
         note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);

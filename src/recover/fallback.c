@@ -311,8 +311,7 @@ static void count(rebatch *rb, const struct rbi_interrupted *interrupted)
 /* Another rank's OOM: that one chooses what is next. */
 static rebatch_status follow(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
-    rbi_assert(rbi_group_is_in_lockstep(rb));
-    rb->lockstep.is_peers = false;
+    rb->run.failure.is_peers = false; /* as far as it is handled here */
     rb->run.report.redone_samples += interrupted->redone_samples;
     rb->run.report.lost_ns += interrupted->lost_ns;
     return REBATCH_OK;
@@ -321,7 +320,7 @@ static rebatch_status follow(rebatch *rb, const struct rbi_interrupted *interrup
 rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     rbi_assert(rb->run.ops && !rb->callback.is_running);
-    if (rb->lockstep.is_peers)
+    if (rb->run.failure.is_peers)
         return follow(rb, interrupted);
     const rebatch_microbatch *mb = interrupted->mb;
     rebatch_event event = {.phase = rb->run.failure.phase,

@@ -32,6 +32,18 @@ rebatch_status rbi_group_check(const rebatch_options *o)
     return REBATCH_OK;
 }
 
+rebatch_status rbi_group_check_ops(const rebatch *rb, const rebatch_step_ops *ops)
+{
+    const bool is_in_lockstep = rbi_group_is_in_lockstep(rb);
+    if (rbi_group_is_set(rb) && !ops->reduce && !is_in_lockstep)
+        return rbi_error(REBATCH_E_INVALID, "ops.reduce is NULL: expected a callback with "
+                                            "rebatch_options.group");
+    if (is_in_lockstep && ops->cost)
+        return rbi_error(REBATCH_E_INVALID, "ops.cost is set and lockstep is on: expected one, "
+                                            "since the cost of the same samples differs by rank");
+    return REBATCH_OK;
+}
+
 void rbi_group_open(rebatch *rb, const rebatch_options *o)
 {
     if (o->group)

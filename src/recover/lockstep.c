@@ -1,5 +1,5 @@
-/* Owns lockstep: the votes by which all ranks run the same micro-batches, and undo the same ones.
- * Must not know how samples are cut. */
+/* Owns lockstep: the loop in which all ranks run the same micro-batches, and take back the same
+ * ones, and its votes. Must not know how samples are cut. */
 #include <inttypes.h>
 
 #include "recover/recover.h"
@@ -23,13 +23,8 @@ static rebatch_status vote(rebatch *rb, uint64_t words[WORDS], rebatch_status ow
     rebatch_status status = rbi_group_all_reduce(rb, words, WORDS, REBATCH_MIN);
     if (!status && words[FAILED] != UINT64_MAX)
         status = rbi_vote_hear(rb, own, said);
-    rb->lockstep.is_over = own || status;
+    rb->run.lockstep.is_over = own || status;
     return own ? rbi_said_again(said, own) : status;
-}
-
-void rbi_lockstep_begin(rebatch *rb)
-{
-    rb->lockstep = (struct rbi_lockstep){.stage = RBI_LOCKSTEP_IDLE};
 }
 
 /* ---- the size ---- */
@@ -60,15 +55,35 @@ static rebatch_status lighten_to(rebatch *rb, unsigned level)
 /* Told in the next vote. The collectives until then are called. */
 static void owe(rebatch *rb, rebatch_status status)
 {
-    rbi_assert(status != REBATCH_OK && rb->lockstep.owed == REBATCH_OK);
-    rb->lockstep.owed = status;
-    rb->lockstep.owed_failure = rb->run.failure;
+    rbi_assert(status != REBATCH_OK && rb->run.lockstep.owed == REBATCH_OK);
+    rb->run.lockstep.owed = status;
+    rb->run.lockstep.owed_failure = rb->run.failure;
     if (status != REBATCH_OOM)
-        rb->lockstep.owed_said = rbi_said_take(rb, status);
+        rb->run.lockstep.owed_said = rbi_said_take(rb, status);
 }
 
-rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own)
+/* The micro-batch that this rank would run by itself: REBATCH_OK, or why it cannot go on. */
+static rebatch_status choose_own(rebatch *rb, struct rbi_progress *progress)
 {
+    rebatch_status status = REBATCH_OK;
+    while (!status) {
+        rbi_samples_cut(rb, progress);
+        rbi_resize_prepare(rb, false);
+        status = rbi_samples_admit(rb, &progress->mb);
+        if (status != REBATCH_OOM)
+            break;
+        status = rbi_samples_recover(rb, progress);
+    }
+    return status;
+}
+
+/* The vote on the size: no micro-batch of any rank has more samples than the least of all asks for.
+ * `own` is how this rank has fared until now. */
+static rebatch_status choose(rebatch *rb, struct rbi_progress *progress, rebatch_status own)
+{
+    rb->run.most = SIZE_MAX;
+    if (!own)
+        own = choose_own(rb, progress);
     const struct rbi_said said = rbi_said_take(rb, own);
     uint64_t words[WORDS] = {[SIZE] = own ? UINT64_MAX : rbi_micro_size(rb, rb->run.batch),
                              [OUTCOME] = SUCCEEDED,
@@ -87,32 +102,19 @@ rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own)
 
 /* ---- an attempt ---- */
 
-bool rbi_lockstep_is_doomed(const rebatch *rb)
-{
-    return rb->lockstep.owed != REBATCH_OK;
-}
-
-void rbi_lockstep_begin_attempt(rebatch *rb)
-{
-    rbi_assert(rb->lockstep.stage == RBI_LOCKSTEP_IDLE);
-    rb->lockstep.stage = RBI_LOCKSTEP_RUNS;
-}
-
 /* `outcome` is this rank's; `own` is REBATCH_OK, or what ends the step here. */
 static rebatch_status vote_on(rebatch *rb, enum outcome outcome, rebatch_status own,
                               const struct rbi_said *said)
 {
-    struct rbi_lockstep *const lockstep = &rb->lockstep;
+    struct rbi_lockstep *const lockstep = &rb->run.lockstep;
     uint64_t words[WORDS] = {
         [SIZE] = UINT64_MAX, [OUTCOME] = outcome, [LEVEL] = ~(uint64_t)rb->lighten};
     lockstep->stage = RBI_LOCKSTEP_VOTED;
     lockstep->verdict = vote(rb, words, own, said);
     if (lockstep->verdict || words[OUTCOME] == SUCCEEDED)
         return lockstep->verdict;
-    if (outcome == SUCCEEDED) {
-        lockstep->is_peers = true;
-        rb->run.failure = (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD};
-    }
+    if (outcome == SUCCEEDED)
+        rb->run.failure = (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD, .is_peers = true};
     if (words[OUTCOME] == RUN_BATCH_AGAIN)
         rb->run.failure.phase = REBATCH_PHASE_BACKWARD;
     lockstep->verdict = REBATCH_OOM;
@@ -122,20 +124,13 @@ static rebatch_status vote_on(rebatch *rb, enum outcome outcome, rebatch_status 
 /* What this rank knew of before, and the others hear of only now. */
 static rebatch_status vote_owed(rebatch *rb)
 {
-    struct rbi_lockstep *const lockstep = &rb->lockstep;
+    struct rbi_lockstep *const lockstep = &rb->run.lockstep;
     const rebatch_status owed = lockstep->owed;
     rbi_assert(owed != REBATCH_OK);
     lockstep->owed = REBATCH_OK;
     rb->run.failure = lockstep->owed_failure;
     return owed == REBATCH_OOM ? vote_on(rb, RUN_BATCH_AGAIN, REBATCH_OK, NULL)
                                : vote_on(rb, SUCCEEDED, owed, &lockstep->owed_said);
-}
-
-/* So far nothing has failed here. */
-static rebatch_status vote_success(rebatch *rb)
-{
-    const struct rbi_said none = {.status = REBATCH_OK};
-    return vote_on(rb, SUCCEEDED, REBATCH_OK, &none);
 }
 
 rebatch_status rebatch_mutating_together(rebatch *rb)
@@ -145,11 +140,11 @@ rebatch_status rebatch_mutating_together(rebatch *rb)
     if (!rb->callback.is_running)
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_mutating_together() was called outside a callback");
-    if (rb->lockstep.stage == RBI_LOCKSTEP_VOTED)
+    if (rb->run.lockstep.stage == RBI_LOCKSTEP_VOTED)
         return rbi_error(REBATCH_E_STATE, "rebatch_mutating_together() was called after the ranks "
                                           "had voted on the micro-batch: expected one call");
-    if (rb->lockstep.stage == RBI_LOCKSTEP_RUNS) {
-        const rebatch_status status = vote_success(rb);
+    if (rb->run.lockstep.stage == RBI_LOCKSTEP_RUNS) {
+        const rebatch_status status = vote_on(rb, SUCCEEDED, REBATCH_OK, NULL);
         if (status)
             return status;
     }
@@ -165,7 +160,7 @@ static void abandon(rebatch *rb, const rebatch_microbatch *mb)
     rebatch_microbatch abandoned = *mb;
     abandoned.is_abandoned = true;
     rebatch_scope own;
-    rb->lockstep.stage = RBI_LOCKSTEP_VOTED; /* what it says does not count */
+    rb->run.lockstep.stage = RBI_LOCKSTEP_VOTED; /* what it says does not count */
     if (rbi_scope_open(rb, &own) == REBATCH_OK) {
         (void)rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &abandoned);
         (void)rbi_scope_undo(rb->pool, own);
@@ -190,38 +185,87 @@ static rebatch_status say_undeclared(const rebatch *rb, const rebatch_microbatch
         REBATCH_E_STATE,
         "step %" PRIu64 ": forward_backward of samples %zu-%zu returned REBATCH_OK %s", rb->step,
         mb->first, mb->first + mb->count - 1,
-        rb->lockstep.verdict == REBATCH_OOM
+        rb->run.lockstep.verdict == REBATCH_OOM
             ? "although rebatch_mutating_together() had returned REBATCH_OOM: expected "
               "REBATCH_OOM"
             : "without rebatch_mutating_together(): expected one call in lockstep");
 }
 
-rebatch_status rbi_lockstep_end_attempt(rebatch *rb, const rebatch_microbatch *mb,
-                                        rebatch_status status)
+/* After an attempt that ended with `status`: the collectives that it has not called, and the vote
+ * on it, where it has not voted. REBATCH_OK: the samples are accumulated everywhere. REBATCH_OOM:
+ * it runs again, on all ranks, by rb->run.failure. Any other status is fatal here. */
+static rebatch_status end_attempt(rebatch *rb, const rebatch_microbatch *mb, rebatch_status status)
 {
-    struct rbi_lockstep *const lockstep = &rb->lockstep;
-    const bool has_voted = lockstep->stage == RBI_LOCKSTEP_VOTED;
-    if (rbi_lockstep_is_doomed(rb)) {
-        abandon(rb, mb);
-        status = vote_owed(rb);
-    } else if (!has_voted && status) {
-        status = fail(rb, mb, status);
-    } else if (!has_voted) {
+    struct rbi_lockstep *const lockstep = &rb->run.lockstep;
+    if (lockstep->stage == RBI_LOCKSTEP_RUNS && status)
+        return fail(rb, mb, status);
+    if (lockstep->stage == RBI_LOCKSTEP_RUNS) {
         const struct rbi_said said = rbi_said_take(rb, say_undeclared(rb, mb));
-        status = vote_on(rb, SUCCEEDED, REBATCH_E_STATE, &said);
-    } else if (lockstep->verdict == REBATCH_OK && status) {
-        owe(rb, status); /* the others have accumulated, and are on their way to the next one */
-        status = REBATCH_OK;
-    } else if (lockstep->verdict && !status) {
-        status = lockstep->is_over ? lockstep->verdict : say_undeclared(rb, mb);
+        return vote_on(rb, SUCCEEDED, REBATCH_E_STATE, &said);
     }
-    lockstep->stage = RBI_LOCKSTEP_IDLE;
+    if (lockstep->verdict == REBATCH_OK && status) {
+        owe(rb, status); /* the others have accumulated, and are on their way to the next one */
+        return REBATCH_OK;
+    }
+    if (lockstep->verdict && !status)
+        return lockstep->is_over ? lockstep->verdict : say_undeclared(rb, mb);
     return status;
 }
 
-rebatch_status rbi_lockstep_finish(rebatch *rb)
+/* What this rank owes dooms the micro-batch: it does not run here. */
+static rebatch_status run_doomed(rebatch *rb, const rebatch_microbatch *mb)
 {
-    const rebatch_status status = rbi_lockstep_is_doomed(rb) ? vote_owed(rb) : vote_success(rb);
-    rb->lockstep.stage = RBI_LOCKSTEP_IDLE;
+    abandon(rb, mb);
+    return vote_owed(rb);
+}
+
+static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
+{
+    rbi_assert(rb->run.lockstep.stage == RBI_LOCKSTEP_IDLE);
+    rb->run.lockstep.stage = RBI_LOCKSTEP_RUNS;
+    return end_attempt(rb, mb, rbi_samples_try(rb, mb));
+}
+
+/* ---- the loop ---- */
+
+static rebatch_status run_next(rebatch *rb, struct rbi_progress *progress)
+{
+    const bool is_doomed = rb->run.lockstep.owed != REBATCH_OK;
+    rbi_samples_cut(rb, progress);
+    const rebatch_status status =
+        is_doomed ? run_doomed(rb, &progress->mb) : run_attempt(rb, &progress->mb);
+    if (!status)
+        rbi_samples_succeeded(rb, progress);
+    return status;
+}
+
+/* The vote after the last micro-batch, on whether all have accumulated it. */
+static rebatch_status finish(rebatch *rb)
+{
+    const bool owes = rb->run.lockstep.owed != REBATCH_OK;
+    return owes ? vote_owed(rb) : vote_on(rb, SUCCEEDED, REBATCH_OK, NULL);
+}
+
+/* All ranks go on, or all of them end the step. */
+static rebatch_status recover(rebatch *rb, struct rbi_progress *progress, rebatch_status status)
+{
+    if (rb->run.lockstep.is_over)
+        return status;
+    return choose(rb, progress, status == REBATCH_OOM ? rbi_samples_recover(rb, progress) : status);
+}
+
+rebatch_status rbi_lockstep_samples_run(rebatch *rb, rebatch_status own)
+{
+    struct rbi_progress progress = rbi_samples_begin(rb);
+    rebatch_status status = choose(rb, &progress, own);
+    for (bool is_done = false; !status && !is_done;) {
+        is_done = progress.next == rb->run.batch;
+        status = is_done ? finish(rb) : run_next(rb, &progress);
+        rb->run.lockstep.stage = RBI_LOCKSTEP_IDLE;
+        if (status) {
+            is_done = false;
+            status = recover(rb, &progress, status);
+        }
+    }
     return status;
 }

@@ -449,19 +449,48 @@ struct rbi_task {
 /* From here on callbacks can run, until rbi_step_end(). */
 void rbi_run_begin(rebatch *rb, const struct rbi_task *task);
 
-/* Saves guarded state, and opens rb->run.scope: what rbi_step_undo() goes back to. */
-rebatch_status rbi_step_open_scope(rebatch *rb);
-/* zero_grad, and what is done about an OOM in it. */
-rebatch_status rbi_zero_grad_run(rebatch *rb);
-/* Runs rb->run.samples_callback over the batch, in micro-batches, and recovers from OOMs. */
-rebatch_status rbi_samples_run(rebatch *rb);
-/* Takes back all that was allocated since rb->run.scope began, and undoes its frees, so that what
- * guards restore exists. */
-rebatch_status rbi_step_undo(rebatch *rb);
 /* Fills in what is known at the end of rb->run.report. */
 void rbi_step_report(rebatch *rb, rebatch_status status);
 /* The report, which may be NULL, of a call that runs nothing; `rb` may be NULL. */
 void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatch_status status);
+
+/* ---- where they begin, and begin again (undo.c) ---- */
+
+/* Saves guarded state, and opens rb->run.scope: what rbi_step_undo() goes back to. */
+rebatch_status rbi_step_open_scope(rebatch *rb);
+/* zero_grad, and what is done about an OOM in it. */
+rebatch_status rbi_zero_grad_run(rebatch *rb);
+/* Takes back all that was allocated since rb->run.scope began, and undoes its frees, so that what
+ * guards restore exists. */
+rebatch_status rbi_step_undo(rebatch *rb);
+
+/* ---- the samples of a run (samples.c) ---- */
+
+/* Runs rb->run.samples_callback over the batch, in micro-batches, and recovers from OOMs. */
+rebatch_status rbi_samples_run(rebatch *rb);
+
+/* What a loop over the samples is made of. */
+
+/* Where it stands: samples [0, next) are in the accumulators. */
+struct rbi_progress {
+    size_t next;
+    uint64_t began_ns;     /* when the first of them did */
+    uint64_t attempt_ns;   /* when the attempt that runs began */
+    rebatch_microbatch mb; /* the one that runs, or ran last */
+};
+struct rbi_progress rbi_samples_begin(rebatch *rb);
+/* The next micro-batch. */
+void rbi_samples_cut(rebatch *rb, struct rbi_progress *progress);
+/* Sees to it that memory that an attempt is known to need is there before it starts. The last
+ * resort is always allowed to try: what is known may be out of date. So is what is tried once more:
+ * memory that was taken ahead, in one piece, may just have been in the way. */
+rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb);
+/* Admission, and an attempt. */
+rebatch_status rbi_samples_try(rebatch *rb, const rebatch_microbatch *mb);
+/* The micro-batch is in the accumulators. */
+void rbi_samples_succeeded(rebatch *rb, struct rbi_progress *progress);
+/* After an OOM, by rb->run.failure: chooses how to go on, and takes back what has to run again. */
+rebatch_status rbi_samples_recover(rebatch *rb, struct rbi_progress *progress);
 
 /* ---- what follows the samples (update.c) ---- */
 
@@ -489,6 +518,8 @@ struct rbi_group {
 
 /* REBATCH_E_INVALID with its text for a group that is not whole. */
 rebatch_status rbi_group_check(const rebatch_options *o);
+/* The same for what a step with a group needs, or cannot have. */
+rebatch_status rbi_group_check_ops(const rebatch *rb, const rebatch_step_ops *ops);
 void rbi_group_open(rebatch *rb, const rebatch_options *o);
 /* REBATCH_E_PEER once a rank is missing, from then on with the same sentence. */
 rebatch_status rbi_group_all_reduce(rebatch *rb, uint64_t *words, size_t count,
@@ -536,27 +567,14 @@ struct rbi_lockstep {
     enum rbi_lockstep_stage stage; /* of the attempt: RUNS until the ranks have voted on it */
     rebatch_status verdict;        /* of that vote */
     bool is_over;                  /* all ranks know that the step has failed, or one is missing */
-    bool is_peers;                 /* the OOM that is handled is another rank's */
     rebatch_status owed; /* after an attempt's vote it failed here: the next vote hears of it */
     struct rbi_failure owed_failure; /* of an OOM */
     struct rbi_said owed_said;       /* of any other status */
 };
 
-void rbi_lockstep_begin(rebatch *rb);
-/* The vote on the size: no micro-batch of any rank has more samples than the least of all asks for.
- * `own` is REBATCH_OK, or why this rank cannot go on, which is then the result and ends the step
- * on all. */
-rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own);
-/* Whether the next attempt does not run here, since it would be of no use. */
-bool rbi_lockstep_is_doomed(const rebatch *rb);
-void rbi_lockstep_begin_attempt(rebatch *rb);
-/* After an attempt that ended with `status`: the collectives that it has not called, and the vote
- * on it, where it has not voted. REBATCH_OK: the samples are accumulated everywhere. REBATCH_OOM:
- * it runs again, on all ranks, by rb->run.failure. Any other status is fatal here. */
-rebatch_status rbi_lockstep_end_attempt(rebatch *rb, const rebatch_microbatch *mb,
-                                        rebatch_status status);
-/* The vote after the last micro-batch, with the same results. */
-rebatch_status rbi_lockstep_finish(rebatch *rb);
+/* As rbi_samples_run(), with the same micro-batches on all ranks. `own` is REBATCH_OK, or why this
+ * rank cannot begin, which is then the result and ends the step on all. */
+rebatch_status rbi_lockstep_samples_run(rebatch *rb, rebatch_status own);
 
 /* ---- the session (session.c) ---- */
 
@@ -589,6 +607,7 @@ struct rbi_run {
     bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
     bool has_reduced;       /* reduce has run, and may have called collectives */
     bool is_abandoned;      /* reduce runs for a rank that has failed */
+    struct rbi_lockstep lockstep;
     rebatch_step_report report;
     rebatch_scope scope;  /* what it has allocated, and the frees that wait for its end */
     uint64_t live_before; /* in use when it began */
@@ -659,7 +678,6 @@ struct rebatch {
 
     /* of steps and maps */
     struct rbi_run run;
-    struct rbi_lockstep lockstep; /* of the step; rbi_lockstep_begin() sets all of it */
     struct rbi_outer outer;
     struct rbi_failed_range *failed; /* of the run: run.failed_count of them */
     size_t failed_room;              /* at least options.max_attempts */

@@ -46,6 +46,7 @@ struct rbi_failure {
     uint64_t released_bytes;  /* given back to the device for others */
     bool is_unexplained;      /* a callback says so; no allocation is known to have failed */
     bool is_injected;         /* there was memory: the step goes on as if there were none */
+    bool is_peers;            /* another rank's, which chooses what is next */
 };
 
 /* Of the last OOM. */

@@ -101,7 +101,7 @@ static void reduce_abandoned(rebatch *rb)
 
 rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own)
 {
-    if (!rbi_group_is_set(rb) || rb->lockstep.is_over)
+    if (!rbi_group_is_set(rb) || rb->run.lockstep.is_over)
         return own;
     rb->run.has_reduced = false;
     if (!own) {
