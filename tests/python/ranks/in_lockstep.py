@@ -310,13 +310,68 @@ def out_of_memory_at_once():
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def first_fails():
-    """Rank 1 fails in its first micro-batch ever, and cannot run even one sample."""
-    model = sharded(plain())
-    fails, state = failing(loss_fn)
-    state["error"] = ValueError("the sample is bad")
-    step = make_step(model, fails, micro_start=4, group_timeout=3.0)
-    return [error_of(lambda: step(own_batch())) for _ in range(2)]
+def first_fails(kind):
+    """Rank 1 fails in the first micro-batch of all, in two steps: the errors, the samples of each
+    call of loss_fn, how many collectives of fully_shard() ran, and whether two steps after that
+    are those of a training that has not failed."""
+    states, found = [], []
+    for is_failing in (True, False):
+        model, sizes = sharded(plain()), Unseen([])
+        fails, state = failing(loss_fn)
+
+        def seen(model, samples):
+            sizes[0].append(len(samples[0]))
+            return fails(model, samples)
+
+        step = make_step(model, seen, micro_start=8, micro_smallest=2)
+        if is_failing:
+            state["error"] = getattr(torch, kind, ValueError)("the sample is bad")
+            with counting() as counts:
+                errors = [error_of(lambda: step(own_batch())) for _ in range(2)]
+            collectives = sum(counts.get(name, 0) for name in ("all_gather", "reduce_scatter"))
+            found, state["error"] = [errors, list(sizes[0]), collectives], None
+            step._training.close()  # the next session begins at the size of the other training
+            step._training._micro = 8
+        for _ in range(2):
+            step(own_batch())
+        states.append(whole(model))
+    return [*found, same_bits(*states)]
+
+
+def rehearsed():
+    """The first step of a model with dropout and BatchNorm, of eight samples in fours, whose
+    loss_fn counts its calls: whether it is that of a training that has rehearsed before, the calls
+    that are left, warnings, samples that ran again, and of each call the samples."""
+    states, known = [], []
+    for knows in (False, True):
+        torch.manual_seed(0)
+        parts = (Part(), nn.BatchNorm1d(8), nn.Dropout(0.2), Part(), nn.Linear(8, 3))
+        model, calls, sizes = sharded(nn.Sequential(*parts)), [0], Unseen([])
+
+        def counted(model, samples):
+            calls[0] += 1
+            sizes[0].append(len(samples[0]))
+            return loss_fn(model, samples)
+
+        step = make_step(model, counted, micro_start=4, micro_largest=4, micro_smallest=2)
+        if knows:
+            step._training.ranks.lockstep._known = known
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(own_batch())
+        if not knows:
+            known = step._training.ranks.lockstep._known
+            said = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+            ran, first_sizes = calls[0], list(sizes[0])
+        states.append([*whole(model), torch.get_rng_state()])
+    return {
+        "same": same_bits(*states),
+        "calls": ran,
+        "said": said,
+        "redone": step.report.redone_samples,
+        "sizes": first_sizes,
+    }
 
 
 def killed(where):

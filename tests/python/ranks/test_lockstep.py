@@ -1,7 +1,5 @@
 """A Step in lockstep with a model of fully_shard() (FSDP2), on two ranks."""
 
-import os
-
 import pytest
 
 import pair
@@ -87,8 +85,9 @@ def test_what_fits_no_sample_beside_whole_parameters_goes_on_in_lockstep_in_the_
         assert len(one["said"]) == 1
         assert "rank 1 ran out of memory beside the whole parameters" in one["said"][0]
         assert one["was_in_lockstep"]
-    # Of eight samples in fours: three steps; rank 0 repeats its part of the second one.
-    assert found[0]["calls"] == 2 + 2 + 2 + 2
+    # Of eight samples in fours: three steps; rank 0 repeats its part of the second one, after a
+    # rehearsal.
+    assert found[0]["calls"] == 2 + 2 + 1 + 2 + 2
 
 
 def test_and_returns_to_whole_parameters_when_there_is_room_again():
@@ -115,14 +114,21 @@ def test_a_rank_that_fails_otherwise_ends_the_step_though_another_lacks_memory()
     assert not zero_left and not one_left
 
 
-@pytest.mark.skipif(
-    "nccl" in os.environ.get("RANKS_BACKEND", ""),
-    reason="CUDA loads kernels in a first pass, and waits for NCCL's collective there",
-)
-def test_a_rank_that_cannot_go_on_in_its_first_micro_batch_ends_the_step_within_the_timeout():
-    zero, one = run("first_fails")
-    assert [error[0] for error in zero] == ["PeerFailed"] * 2
-    assert [error[0] for error in one] == ["ValueError", "PeerFailed"]
+@pytest.mark.parametrize("kind, seen", [("ValueError", 2), ("OutOfMemoryError", 7)])
+def test_a_rank_that_fails_in_the_first_micro_batch_of_all_ends_the_step_without_a_wait(kind, seen):
+    zero, one = run("first_fails", kind)
+    own = "Exhausted" if kind == "OutOfMemoryError" else kind
+    for (errors, sizes, collectives, same), name in ((zero, "PeerFailed"), (one, own)):
+        assert [error[0] for error in errors] == [name] * 2
+        assert collectives == 0
+        assert same
+    assert [error[2] for error in zero[0]] == [1, 1]
+    assert zero[1] == one[1] == [2] * seen  # rehearsals: micro_smallest
+
+
+def test_the_rehearsal_of_the_first_micro_batch_leaves_no_trace():
+    for found in run("rehearsed"):
+        assert found == {"same": True, "calls": 2, "said": [], "redone": 0, "sizes": [2, 4, 4]}
 
 
 @pytest.mark.parametrize("where", ("between", "forward", "backward"))

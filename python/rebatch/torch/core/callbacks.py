@@ -14,6 +14,7 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.join_on_host import joined_where_it_fits, once_more
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.check.cut_comparison import FirstCut
+from rebatch.torch.core.rehearsal import rehearse
 from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.mistakes import hooked, refuse_stepped
 from rebatch.torch.program.program import Running, listed
@@ -149,7 +150,7 @@ class Callbacks:
         mb = microbatch[0]
         if mb.is_abandoned:
             assert self._lockstep is not None  # no other group abandons a micro-batch
-            return self._abandon(self._lockstep, mb.first)
+            return self._abandon(self._lockstep)
         if self._ranks and not mb.probing:
             self._running.total, self._running.divisor = mb.batch, self._ranks.weight()
         return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
@@ -257,6 +258,8 @@ class Callbacks:
         self._reserve_update()
 
     def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
+        if self._lockstep and not self._lockstep.is_known:
+            self._rehearse(self._lockstep)
         try:
             loss, extras = self._pass(first, count, is_launching)
         except BaseException as error:
@@ -269,6 +272,18 @@ class Callbacks:
         self.session.succeeded()
         self._add(loss)
         self._extras.append(extras)
+
+    def _rehearse(self, lockstep: Lockstep) -> None:
+        """In the first micro-batch of all: none has a collective before all ranks know them."""
+        assert self._ranks is not None
+        try:
+            rehearse(self._running, lockstep)
+        finally:
+            self._put_back()
+        if self._ranks.are_all(True):
+            lockstep.end_rehearsal()
+        else:
+            self._declare()  # a rank that has failed says so in this vote
 
     def _explain(self, error: Exception, count: int) -> None:
         """A state that modules carry on may have a row for each sample of another micro-batch."""
@@ -348,17 +363,14 @@ class Callbacks:
         self._put_back()
         raise Ended(status)
 
-    def _abandon(self, lockstep: Lockstep, first: int) -> int:
+    def _abandon(self, lockstep: Lockstep) -> int:
         """This rank's micro-batch has failed, and the others' goes on: the status for C."""
-        smallest = max(1, self._running.program.limits.get("micro_smallest", 0))
-        count = min(smallest, self._running.samples - first)
-
-        def run() -> None:
-            loss, _ = self._running.weighted_loss(first, count)
-            self._update.backward(loss)
-
+        assert self._ranks is not None
         try:
-            lockstep.issue_rest(run)
+            if lockstep.is_known:
+                lockstep.issue_rest()
+            else:
+                self._ranks.are_all(False)  # nor will another rank go on
         except BaseException as error:  # the step has its error already
             return c.Status.OOM if is_oom(error) else c.Status.E_USER
         finally:

@@ -435,6 +435,11 @@ class Ranks:
         how = {int(c.Status.OK): 0.0, int(c.Status.OOM): _RAN_OUT}
         self._votes.values[_FAILURE] = how.get(status, _FAILED)
 
+    def are_all(self, is_well: bool) -> bool:
+        """Whether it is well on all ranks, which call this together within a micro-batch."""
+        words = (C.c_uint64 * 1)(is_well)
+        return self._votes.smallest(words) == c.Status.OK and words[0] == 1
+
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Take part in the reduction as a rank that has failed: the status for C."""
         for _ in range(_TRIES):

@@ -1,9 +1,9 @@
 """Models of fully_shard() (FSDP2) whose whole parameters do not fit: micro-batches keep PyTorch's
 own collectives, so all ranks run the same ones (rebatch_options.lockstep).
 
-A rank that fails within a micro-batch goes on with the collectives that it has not issued: those of
-an earlier micro-batch, with zeros; in the first one it runs a few samples instead, and leaves out
-what it had issued."""
+A rank that fails within a micro-batch goes on with the collectives that it has not issued, with
+zeros. It knows them from the micro-batch before, and before the first one from a rehearsal, which
+issues none."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ class Lockstep(Window):
             raise ValueError(f"rebatch: window is False, and {why}")
         self._kept: List[dict[Any, Any]] = []  # settings of the groups, while it is open
         self._known: List[_Call] = []  # of the last micro-batch that succeeded on all ranks
+        self._is_rehearsal = False
         self._is_lost = False
         self.on_lost: Callable[[Lost], Any] = lambda error: None
         self.begin_pass()
@@ -95,7 +96,6 @@ class Lockstep(Window):
     def begin_pass(self) -> None:
         """The next collective is the first of a micro-batch."""
         self._issued: List[_Call] = []
-        self._skipped = self._left_out = 0
 
     def trained(self) -> List[torch.nn.Parameter]:
         """This rank's parts: their gradients are reduced in each pass."""
@@ -127,14 +127,13 @@ class Lockstep(Window):
     # ---- collectives ----
 
     def issue(self, call: _Call, output: torch.Tensor, input: torch.Tensor) -> Any:
-        """One of fully_shard()'s, unless it is left out, because it was issued before."""
-        if self._left_out < self._skipped:
-            self._left_out += 1
-            _fill(output, input)
-            return None
+        """One of fully_shard()'s; in a rehearsal it is only noted."""
         if self._is_lost:
             raise Lost("the connection to another rank is lost")
         self._issued.append(call)  # what runs out of memory in it does so in its wait
+        if self._is_rehearsal:
+            _fill(output, input)
+            return None
         try:
             with lost_if_failed():
                 return call.comm(
@@ -154,12 +153,32 @@ class Lockstep(Window):
             self._known = self._issued
         self.begin_pass()
 
-    def issue_rest(self, run: Callable[[], Any]) -> None:
-        """Issue the collectives of a micro-batch that has failed here, as far as it has not. run()
-        runs a few samples forward and backward. Raises what makes that impossible."""
+    @property
+    def is_known(self) -> bool:
+        """Whether all ranks know the collectives of a micro-batch."""
+        return bool(self._known)
+
+    def rehearse(self, run: Callable[[], Any]) -> None:
+        """Note the collectives of run(), which runs a few samples forward and backward."""
+        self.reset()
+        self.begin_pass()
+        self._is_rehearsal = True
+        try:
+            run()
+        finally:
+            self._is_rehearsal = False
+            self.reset()
+
+    def end_rehearsal(self) -> None:
+        """All ranks have rehearsed."""
+        self.end_pass(True)
+
+    def issue_rest(self) -> None:
+        """Issue the collectives of a micro-batch that has failed here, as far as it has not. Raises
+        what makes that impossible."""
         for left in reversed(range(_TRIES)):
             try:
-                self._issue_rest(run)
+                self._issue_rest()
                 return
             except Exception as error:
                 if not is_oom(error) or not left:
@@ -169,20 +188,14 @@ class Lockstep(Window):
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
-    def _issue_rest(self, run: Callable[[], Any]) -> None:
+    def _issue_rest(self) -> None:
         self.reset()
         count, device = len(self._issued), self._groups[0].device
-        if self._known and self._known[:count] == self._issued:
-            for call in self._known[count:]:
-                zeros = [torch.zeros(n, dtype=call.dtype, device=device) for n in call.sizes]
-                self.issue(call, *zeros)
-            return
-        self._skipped, self._left_out = count, 0
-        try:
-            run()
-        finally:
-            self._skipped = self._left_out = 0
-            self.reset()
+        if self._known[:count] != self._issued:
+            raise RuntimeError("the collectives of this micro-batch are others than those before")
+        for call in self._known[count:]:
+            zeros = [torch.zeros(n, dtype=call.dtype, device=device) for n in call.sizes]
+            self.issue(call, *zeros)
 
     def reset(self) -> None:
         """After an exception in a pass on this rank: the next one begins as if there had been none,
