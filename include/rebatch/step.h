@@ -230,7 +230,7 @@ typedef enum rebatch_phase {
     X(LIGHTEN, WARN, "out of memory")                                                              \
     X(GROW, INFO, "there is room to grow")                                                         \
     X(GROWTH_FAILED, INFO, "the last growth failed")                                               \
-    X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
+    X(EXHAUSTED, ERROR, "out of memory, and nothing smaller or lighter is left to run,")           \
     X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
     X(TRIAL, INFO, "a probe's trial")                                                              \
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
@@ -291,7 +291,7 @@ typedef struct rebatch_event {
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of LEAK: what
                                    grows; of LATE_FREE: the address; of OVERFLOW: how
-                                   much; else NULL */
+                                   much; of EXHAUSTED: "(in lockstep)" there; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */

@@ -347,6 +347,7 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *inte
     event.micro_after = rbi_micro_size(rb, rb->run.batch);
     event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
+    event.text = !goes_on && rbi_group_is_in_lockstep(rb) ? "(in lockstep)" : NULL;
     event.redone_samples = goes_on ? interrupted->redone_samples : 0;
     rb->run.report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);

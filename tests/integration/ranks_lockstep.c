@@ -229,6 +229,33 @@ Test(ranks_lockstep, memory_that_stays_away_on_one_rank_ends_the_step_on_all)
     ranks_close(&ranks);
 }
 
+static void keep_last_error(const rebatch_event *event, void *user)
+{
+    if (event->level == REBATCH_LOG_ERROR)
+        (void)rebatch_event_format(user, 512, event);
+}
+
+/* A caller may have another way to run the step, as Python has sums in host memory. */
+Test(ranks_lockstep, what_is_logged_of_memory_that_stays_away_says_how_the_ranks_ran)
+{
+    struct ranks ranks;
+    char said[512] = "";
+    rebatch_options o = in_lockstep();
+    o.log_level = REBATCH_LOG_ERROR;
+    o.on_event = keep_last_error;
+    o.on_event_user = said;
+    open_ranks(&ranks, 2, &o);
+    ranks.rank[1].fail_request = 2;
+    ranks.rank[1].fails_for_ever = true;
+    ranks_step(&ranks);
+    cr_assert_eq(ranks.rank[1].status, REBATCH_E_EXHAUSTED);
+    cr_assert(
+        strstr(said, "step 0: out of memory, and nothing smaller or lighter is left to run, "),
+        "%s", said);
+    cr_assert(strstr(said, "(in lockstep)"), "%s", said);
+    ranks_close(&ranks);
+}
+
 static rebatch_status die(struct rank *r, enum rank_place place)
 {
     if (place != *(const enum rank_place *)r->inside_user)
