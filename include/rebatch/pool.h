@@ -46,11 +46,8 @@ typedef struct rebatch_pool_options {
     uint32_t rounding_divisions; /**< block sizes are rounded up to one of this many steps between
                                       two powers of two; a power of two up to 256; 0: rounding to
                                       REBATCH_POOL_UNIT_BYTES only */
-    rebatch_toggle fence; /**< REBATCH_ON: each block ends where mapped memory ends, so that an
-                               overrun faults; costs a page and device calls for each block; default
-                               off */
-    uint32_t events;      /**< how many of the latest allocations, frees, mappings, OOMs and
-                               rollbacks are kept for snapshots; 0: none */
+    uint32_t events; /**< how many of the latest allocations, frees, mappings, OOMs and rollbacks
+                          are kept for snapshots; 0: none */
     uint32_t keep_room_permille; /**< when live memory has not risen for a while, the pool takes new
                                       memory instead of remapping free pages, while more than this
                                       share of the memory that it holds or can get stays free.
@@ -83,8 +80,8 @@ typedef struct rebatch_pool_options {
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0,          \
-            REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, NULL, NULL                       \
+        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, REBATCH_DEFAULT,          \
+            REBATCH_DEFAULT, 0, REBATCH_DEFAULT, NULL, NULL                                        \
     }
 
 /** Statistics: X(name, unit, what is counted). */
@@ -225,9 +222,7 @@ extern "C" {
  *  @param[out] out  owned by the caller, release with rebatch_pool_destroy(); NULL on failure
  *  @param device    borrowed; must outlive the pool
  *  @param options   copied; NULL: defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
- *          REBATCH_E_UNSUPPORTED when fence is on, and caching is off or the device has no virtual
- *          memory */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
@@ -311,8 +306,7 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
  *
  *  The call only checks whether the device has the memory now, and guarantees nothing, when caching
  *  is off, and in a thread that runs concurrently with a session's callback without having joined
- *  it (rebatch_join()). With fence on it does nothing. rebatch_pool_mark() releases the
- *  reservation.
+ *  it (rebatch_join()). rebatch_pool_mark() releases the reservation.
  *  @param pool    the pool
  *  @param bytes   sum of the rounded sizes
  *  @param stream  the stream of the allocations

@@ -538,9 +538,7 @@ extern "C" {
  *  @param options   copied; NULL: defaults and the settings of the environment
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_E_PARSE
  *          for a wrong value in the file or in a variable, and REBATCH_E_IO for a file that cannot
- *          be read: rebatch_last_error() has file and line; REBATCH_E_UNSUPPORTED when
- *          options->pool.fence is on, and options->pool.caching is off or the device has no virtual
- *          memory */
+ *          be read: rebatch_last_error() has file and line */
 REBATCH_API_CHECKED rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
                                                 const rebatch_options *options);
 
@@ -743,8 +741,7 @@ REBATCH_API_CHECKED rebatch_status rebatch_map(rebatch *rb, const rebatch_map_op
 
 /** Reserve the memory that the rest of a callback needs. After REBATCH_OK the callback can allocate
  *  `bytes` bytes without an OOM, in one block or in several. With caching off, the call only checks
- *  whether the device has the memory now; with fence on, it does nothing. Neither guarantees
- *  anything. Call it from within a callback.
+ *  whether the device has the memory now, and guarantees nothing. Call it from within a callback.
  *  @param rb     the session
  *  @param bytes  sum of the sizes that will be allocated, each rounded up as the pool does: to a
  *                multiple of REBATCH_POOL_UNIT_BYTES, and then to a step of rounding_divisions, if

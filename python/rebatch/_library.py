@@ -186,7 +186,6 @@ class PoolOptions(Struct):
         ("headroom_bytes", c_size_t),
         ("caching", c_int),
         ("rounding_divisions", c_uint32),
-        ("fence", c_int),
         ("events", c_uint32),
         ("keep_room_permille", c_uint32),
         ("replay", c_int),

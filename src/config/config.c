@@ -155,7 +155,6 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     SET(MEMORY_OVERFLOW_LIMIT, pool->overflow_bytes, entry->number);
     SET(MEMORY_KEEP_ROOM, pool->keep_room_permille, entry->permille);
     SET(MEMORY_ROUNDING, pool->rounding_divisions, (uint32_t)entry->number);
-    SET(MEMORY_FENCE, pool->fence, toggle_of(entry));
     SET(MEMORY_EVENTS, pool->events, (uint32_t)entry->number);
 }
 

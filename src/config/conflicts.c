@@ -97,9 +97,6 @@ static rebatch_status check_memory(const struct rebatch_config *config)
         status = check_order(config, RBI_MEMORY_HEADROOM, RBI_MEMORY_LIMIT);
     if (!status && e[RBI_DEVICE_CAPACITY].number != 0)
         status = check_order(config, RBI_MEMORY_HEADROOM, RBI_DEVICE_CAPACITY);
-    if (!status && e[RBI_MEMORY_FENCE].number && !e[RBI_MEMORY_CACHING].number)
-        status = refuse(config, RBI_MEMORY_FENCE, RBI_MEMORY_CACHING,
-                        "memory.caching to be true with it");
     return status;
 }
 

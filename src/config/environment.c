@@ -60,10 +60,6 @@ static rebatch_status check_name(const char *name, size_t length)
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
         const struct rbi_setting *const setting = &rbi_settings[i];
         rbi_nearest_offer(&nearest, rbi_setting_variable(setting).name, setting);
-        if (setting->was)
-            rbi_nearest_offer(&nearest,
-                              rbi_setting_variable(&(struct rbi_setting){.key = setting->was}).name,
-                              setting);
     }
     rbi_nearest_offer(&nearest, file_variable, file_variable);
     const struct rbi_group *group = group_of(name, length);

@@ -66,10 +66,6 @@ const struct rbi_setting *rbi_nearest_setting(const char *group, const char *wor
             group && rbi_setting_is_in(setting, group) ? &inside : &anywhere;
         rbi_nearest_offer(nearest, rbi_setting_name(setting), setting);
         rbi_nearest_offer(nearest, setting->key, setting);
-        if (setting->was) {
-            rbi_nearest_offer(nearest, strchr(setting->was, '.') + 1, setting);
-            rbi_nearest_offer(nearest, setting->was, setting);
-        }
     }
     return inside.found ? inside.found : anywhere.found;
 }

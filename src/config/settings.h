@@ -81,10 +81,6 @@ enum rbi_setting_kind {
       .is_power_of_two = true,                                                                     \
       .help = "Block sizes are rounded up to one of this many steps between two powers of "        \
               "two. 0: to 512 bytes only.")                                                        \
-    X(MEMORY_FENCE, .key = "memory.fence", .was = "memory.guard", .kind = RBI_SWITCH,              \
-      .initial = "false",                                                                          \
-      .help = "Each block ends where mapped memory ends, so that an overrun faults. Slow, for "    \
-              "debugging.")                                                                        \
     X(MEMORY_EVENTS, .key = "memory.events", .kind = RBI_COUNT, .initial = "0",                    \
       .most = UINT32_MAX,                                                                          \
       .help = "How many of the latest allocations, frees, mappings, OOMs and rollbacks are "       \
@@ -155,7 +151,6 @@ enum rbi_setting_kind {
 
 struct rbi_setting {
     const char *key; /* "group.name" */
-    const char *was; /* an older key, which is refused with a sentence that names this one; NULL */
     enum rbi_setting_kind kind;
     const char *initial; /* the default, as it would stand in a variable */
     uint64_t least, most;

@@ -53,7 +53,7 @@ static rebatch_status find_block(struct rbi_block **out, rebatch_pool *pool, siz
         *out = rbi_quick_pop(&known->lists, rounded);
         if (RBI_LIKELY(*out != NULL))
             return REBATCH_OK;
-        if (pool->plain && (*out = take_cached(pool, known, rounded)) != NULL)
+        if (pool->caching && (*out = take_cached(pool, known, rounded)) != NULL)
             return REBATCH_OK;
     }
     return alloc_by_search(out, pool, bytes, rounded, stream, tag);

@@ -78,8 +78,7 @@ static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
                          "pointer is %p, which a rollback took back: expected a block in use",
                          pointer);
     const struct rbi_block *block = rbi_block_around(&pool->heap, pointer);
-    if (!block || block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST ||
-        block->state == RBI_BLOCK_FENCE)
+    if (!block || block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST)
         return rbi_error(REBATCH_E_INVALID,
                          "pointer is %p: expected one from rebatch_pool_alloc() of this pool%s",
                          pointer, block ? ", not freed already" : "");

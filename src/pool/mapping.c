@@ -19,13 +19,12 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
                                                                                 : REBATCH_OOM;
 }
 
-/* A window that is a hole alone, whole pages long: for what needs a gap behind it, or shall add
- * to what is free. */
+/* A window that is a hole alone, whole pages long: for what is to add to what is free. */
 rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
                                      const struct rbi_mapping *mapping)
 {
-    rbi_assert((mapping->bytes + mapping->fence_bytes) % pool->page_bytes == 0);
-    const size_t bytes = mapping->bytes + mapping->fence_bytes;
+    rbi_assert(mapping->bytes % pool->page_bytes == 0);
+    const size_t bytes = mapping->bytes;
     struct rbi_block *hole = rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, RBI_ZONE_ANY);
     rebatch_status status = REBATCH_OK;
     if (!hole && (status = rbi_range_reserve(pool, bytes, RBI_ZONE_LARGE)) == REBATCH_OK)
@@ -106,7 +105,6 @@ rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mappin
     return create_lacking(pool, mapping, count, room);
 }
 
-/* Fills a window with memory; with a fence the last page of it stays a gap. */
 rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_mapping *mapping, struct rbi_window *window)
 {

@@ -44,7 +44,7 @@ static inline void rbi_pool_note_free(const rebatch_pool *pool, struct rbi_block
 
 static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    if (pool->fence || !rbi_pool_retires_at_once(block)) {
+    if (!rbi_pool_retires_at_once(block)) {
         rbi_pool_retire_slowly(pool, block);
         return;
     }

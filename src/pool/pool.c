@@ -2,8 +2,7 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
-static rebatch_status check_options(const rebatch_pool_options *options,
-                                    const rebatch_device *device)
+static rebatch_status check_options(const rebatch_pool_options *options)
 {
     if (options->limit_permille > 1000)
         return rbi_error(REBATCH_E_INVALID,
@@ -19,9 +18,7 @@ static rebatch_status check_options(const rebatch_pool_options *options,
                          "rebatch_pool_options.rounding_divisions is %u: expected 0 or a power of "
                          "two up to 256",
                          (unsigned)divisions);
-    rebatch_status status = rbi_check_toggle(options->fence, "rebatch_pool_options.fence");
-    if (status == REBATCH_OK)
-        status = rbi_check_toggle(options->caching, "rebatch_pool_options.caching");
+    rebatch_status status = rbi_check_toggle(options->caching, "rebatch_pool_options.caching");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->replay, "rebatch_pool_options.replay");
     if (status == REBATCH_OK)
@@ -29,13 +26,6 @@ static rebatch_status check_options(const rebatch_pool_options *options,
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->reuse_after_device,
                                   "rebatch_pool_options.reuse_after_device");
-    if (status == REBATCH_OK && options->fence == REBATCH_ON &&
-        (!rbi_device_has_virtual_memory(device) || !rbi_is_on(options->caching)))
-        return rbi_error(REBATCH_E_UNSUPPORTED,
-                         "rebatch_pool_options.fence is on: expected caching to be on too, and a "
-                         "device with virtual memory, which %s has%s",
-                         rebatch_device_name(device),
-                         rbi_device_has_virtual_memory(device) ? "" : " not");
     return status;
 }
 
@@ -76,12 +66,10 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->headroom_bytes = options->headroom_bytes;
     pool->rounding_divisions = options->rounding_divisions;
     pool->caching = rbi_is_on(options->caching);
-    pool->fence = options->fence == REBATCH_ON;
-    pool->plain = pool->caching && !pool->fence;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
     pool->medium_bytes = pool->has_space ? pool->page_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
-    pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
+    pool->plan.is_on = pool->has_space && rbi_is_on(options->replay);
     pool->after_device = options->reuse_after_device == REBATCH_ON;
     pool->may_wait = options->may_wait;
     pool->may_wait_user = options->may_wait_user;
@@ -119,7 +107,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
     rebatch_status status =
         rbi_options_copy(&ours, sizeof ours, RBI_SIZE_TO(rebatch_pool_options, replay), options,
                          "rebatch_pool_options");
-    if (status != REBATCH_OK || (status = check_options(&ours, device)) != REBATCH_OK ||
+    if (status != REBATCH_OK || (status = check_options(&ours)) != REBATCH_OK ||
         (status = check_sizes(&ours, device)) != REBATCH_OK)
         return status;
     rebatch_pool *pool = rbi_heap_calloc_lines(1, sizeof *pool);

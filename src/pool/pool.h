@@ -145,8 +145,6 @@ struct rebatch_pool {
     size_t headroom_bytes;
     size_t promised_bytes; /* of the last reserve, less what was allocated since */
     bool caching;
-    bool fence;
-    bool plain;                       /* caching && !fence */
     bool is_over_limit;               /* more is reserved than the limit allows: it was lowered */
     bool has_space;                   /* pages are mapped into reserved addresses */
     size_t medium_bytes, large_bytes; /* where these zones begin; SIZE_MAX: there are none */
@@ -390,7 +388,6 @@ struct rbi_mapping {
     struct rbi_pool_stream *stream;
     unsigned zone;                        /* of the ranges that it may lie in: of enum rbi_zone */
     const struct rbi_pool_stream *spared; /* keeps its free pages; may be NULL */
-    size_t fence_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free pages only */
     bool no_remap;                        /* fresh ones before free ones */
     bool ahead;                           /* it will be used as a whole */
@@ -404,13 +401,12 @@ struct rbi_mapping {
 /* A place in the request's zone, mapped. */
 rebatch_status rbi_mapping_run(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_mapping *mapping);
-/* A window that is a hole alone, whole pages long: for what needs a gap behind it, or is to add to
- * what is free. */
+/* A window that is a hole alone, whole pages long: for what is to add to what is free. */
 rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
                                      const struct rbi_mapping *mapping);
 /* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
 rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count);
-/* Fills a window with memory; with a fence its last page stays a gap. */
+/* Fills a window with memory. */
 rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_mapping *mapping, struct rbi_window *window);
 /* `bytes` more for the stream, in one free block: free pages first, not those of `spared`, then
@@ -471,8 +467,8 @@ struct rbi_request {
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
 /* The block nodes that must stay spare for searches under way. One needs them for a new range, a
- * window's rest, the block's rest, and a fence. */
-#define RBI_POOL_SEARCH_NODES 4
+ * window's rest, and the block's rest. */
+#define RBI_POOL_SEARCH_NODES 3
 static inline size_t rbi_pool_search_nodes(const rebatch_pool *pool)
 {
     return RBI_POOL_SEARCH_NODES * (pool->pressing + 1);

@@ -322,8 +322,7 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
  * up to their last point. */
 static bool may_be_used(const struct rbi_block *block)
 {
-    if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_FENCE ||
-        block->state == RBI_BLOCK_LOST)
+    if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST)
         return false;
     const bool live = block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED;
     const struct rbi_pool_stream *stream = rbi_stream_of(block);

@@ -66,7 +66,7 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
         status = look_for_room(pool, rounded);
     } else if (rbi_plan_reserve(pool, rounded, stream)) {
         pool->promised_bytes = rbi_max(pool->promised_bytes, rounded);
-    } else if (!pool->fence) {
+    } else {
         status = rbi_pool_is_other_thread(pool, pool->owner_thread) ? look_for_piece(pool, &request)
                                                                     : hold_piece(pool, &request);
     }

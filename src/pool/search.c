@@ -81,7 +81,7 @@ static struct rbi_block *take_any(rebatch_pool *pool, const struct rbi_request *
 static rebatch_status take_cached(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
-    if (!pool->plain)
+    if (!pool->caching)
         return REBATCH_OOM;
     reach(pool, request, REBATCH_STAGE_CACHE);
     return found(out, rbi_pool_take_own(pool, request->stream, request->bytes));
@@ -99,7 +99,7 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
         reach(pool, request, REBATCH_STAGE_OTHER_STREAMS);
     bool any;
     rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
-    if (status == REBATCH_OK && any && pool->plain &&
+    if (status == REBATCH_OK && any && pool->caching &&
         (*out = rbi_pool_take_own(pool, request->stream, request->bytes)))
         return REBATCH_OK;
     if (status == REBATCH_OK)
@@ -107,7 +107,7 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     rbi_pool_flush_lists(pool);
-    if (others && pool->plain && (*out = take_any(pool, request)))
+    if (others && pool->caching && (*out = take_any(pool, request)))
         return REBATCH_OK;
     if (others)
         rbi_pool_record_soon(pool);
@@ -118,7 +118,7 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_anywhere(struct rbi_block **out, rebatch_pool *pool,
                                     struct rbi_request *request)
 {
-    if (!pool->plain || request->zone == RBI_ZONE_ANY)
+    if (!pool->caching || request->zone == RBI_ZONE_ANY)
         return REBATCH_OOM;
     struct rbi_block *block = find_own(request, RBI_ZONE_ANY);
     return found(out, take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY)));
@@ -173,42 +173,6 @@ static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request 
     return end;
 }
 
-/* A block whose end is that of its last page, and a gap behind: both out of one window. */
-static rebatch_status take_fenced(struct rbi_block **out, rebatch_pool *pool,
-                                  struct rbi_mapping *mapping)
-{
-    rbi_assert(pool->fence && pool->has_space);
-    const size_t step = pool->page_bytes;
-    size_t whole;
-    if (!rbi_round_up(mapping->bytes, step, &whole))
-        return REBATCH_OOM;
-    struct rbi_mapping with_gap = *mapping;
-    struct rbi_window window;
-    with_gap.bytes = whole;
-    with_gap.fence_bytes = step;
-    rebatch_status status = rbi_mapping_find_hole(&window, pool, &with_gap);
-    if (status != REBATCH_OK)
-        return status;
-    rbi_window_hold(pool, &window);
-    struct rbi_block *gap = rbi_block_split(&pool->heap, window.first, whole);
-    gap->state = RBI_BLOCK_FENCE;
-    window.bytes = whole;
-    window.pages--;
-    status = rbi_mapping_gather(pool, mapping, window.pages);
-    if (status == REBATCH_OK)
-        status = rbi_window_map(out, pool, &window, mapping->stream);
-    else
-        rbi_window_drop(pool, &window);
-    if (status != REBATCH_OK) {
-        (void)rbi_block_put(&pool->heap, gap);
-        return status;
-    }
-    /* What is before it stays free; no request is served from parts of pages. */
-    const struct rbi_request request = {.bytes = mapping->bytes, .stream = mapping->stream};
-    *out = take_part(pool, &request, *out, true);
-    return REBATCH_OK;
-}
-
 /* A block between two holes, rather than fresh memory. */
 static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_request *request)
 {
@@ -220,8 +184,6 @@ static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_requ
 static rebatch_status take_mapping(struct rbi_block **out, rebatch_pool *pool,
                                    const struct rbi_request *request, struct rbi_mapping *mapping)
 {
-    if (pool->fence)
-        return take_fenced(out, pool, mapping);
     struct rbi_block *block = NULL;
     const rebatch_status status = rbi_mapping_run(&block, pool, mapping);
     *out = take_part(pool, request, block, mapping->at_end);
@@ -232,8 +194,6 @@ static rebatch_status take_mapping(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_pages(struct rbi_block **out, rebatch_pool *pool,
                                  const struct rbi_request *request, struct rbi_mapping *mapping)
 {
-    if (pool->fence)
-        return take_mapping(out, pool, request, mapping);
     mapping->no_fresh = true;
     rebatch_status status =
         mapping->no_remap ? REBATCH_OOM : take_mapping(out, pool, request, mapping);
@@ -252,7 +212,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
 {
     const rebatch_pool_stage before = request->stage;
     request->stage = REBATCH_STAGE_CACHE;
-    if (!pool->fence && rbi_pool_knows_needs(pool) && (*out = take_isolated(pool, request)))
+    if (rbi_pool_knows_needs(pool) && (*out = take_isolated(pool, request)))
         return REBATCH_OK;
     const struct rbi_policy policy = rbi_pool_find_policy(pool, request->bytes);
     if (!policy.fresh_first && policy.any_zone && !take_anywhere(out, pool, request))
@@ -287,7 +247,7 @@ static rebatch_status take_after_wait(struct rbi_block **out, rebatch_pool *pool
     const rebatch_status status = rbi_pool_await_streams(pool);
     if (status != REBATCH_OK)
         return status;
-    if (pool->plain && (*out = take_any(pool, request)))
+    if (pool->caching && (*out = take_any(pool, request)))
         return REBATCH_OK;
     /* Pages that could not be moved before can be now: they are tried once more for a place in the
      * request's own zone, which take_best() does not keep to. */
@@ -318,8 +278,6 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     rbi_pool_adopt(pool, request->stream);
-    if (pool->fence)
-        return REBATCH_OOM;
     struct rbi_block *block = find_own(request, RBI_ZONE_ANY);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && rbi_window_find_best(&window, pool, request->bytes, room / pool->page_bytes)) {

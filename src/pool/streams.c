@@ -322,26 +322,13 @@ static bool is_ready(const struct rbi_block *block)
     return true;
 }
 
-/* The gap behind a fenced block is a hole again with it. */
-static void put_away(rebatch_pool *pool, struct rbi_block *block)
-{
-    struct rbi_block *const gap = block->after;
-    rbi_block_merge(&pool->heap, block);
-    rbi_assert(!pool->fence || gap->state == RBI_BLOCK_FENCE);
-    if (pool->fence)
-        (void)rbi_block_put(&pool->heap, gap);
-}
-
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 {
     rbi_assert(block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
     block->freed_at = note_free(pool, rbi_stream_of(block));
     block->sequence = pool->sequence;
     if (!block->used) {
-        if (pool->fence)
-            put_away(pool, block);
-        else
-            rbi_block_cache(&pool->heap, block);
+        rbi_block_cache(&pool->heap, block);
         return;
     }
     for (struct rbi_block_use *use = block->uses; use; use = use->next)
@@ -355,7 +342,7 @@ static void end_pending(rebatch_pool *pool, struct rbi_block *block)
 {
     rbi_assert(block->state == RBI_BLOCK_PENDING);
     rbi_block_end_uses(pool, block);
-    put_away(pool, block);
+    rbi_block_merge(&pool->heap, block);
 }
 
 /* Is it one that `stream` would have for `bytes`? */

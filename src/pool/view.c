@@ -113,7 +113,7 @@ bool rbi_view_next(struct rbi_view_piece *piece, struct rbi_view_walk *walk)
 {
     while (walk->block) {
         const struct rbi_block *const block = walk->block;
-        const bool gap = block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_FENCE;
+        const bool gap = block->state == RBI_BLOCK_HOLE;
         const bool torn = block->state == RBI_BLOCK_LOST || block->state == RBI_BLOCK_HELD;
         if (walk->is_mapped && torn) {
             if (next_part(piece, walk))

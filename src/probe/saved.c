@@ -31,8 +31,7 @@
     X("headroom_bytes", p->headroom_bytes)                                                         \
     X("caching", rbi_is_on(p->caching))                                                            \
     X("keep_room_permille", p->keep_room_permille)                                                 \
-    X("rounding_divisions", p->rounding_divisions)                                                 \
-    X("guard", p->fence == REBATCH_ON) /* as files have it */
+    X("rounding_divisions", p->rounding_divisions)
 
 static void describe_settings(char *text, size_t size, const rebatch *rb,
                               const rebatch_probe_options *o, size_t batch)

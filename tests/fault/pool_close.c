@@ -9,7 +9,7 @@
 
 enum { PAGES = 64 };
 
-enum device_kind { SPACE, PLAIN, NO_CACHE, GUARD, KINDS };
+enum device_kind { SPACE, PLAIN, NO_CACHE, KINDS };
 
 struct world {
     rebatch_device *host, *fault;
@@ -28,7 +28,6 @@ static void build(struct world *w, enum device_kind kind)
     memset(w, 0, sizeof *w);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = kind == NO_CACHE ? REBATCH_OFF : REBATCH_ON;
-    options.fence = kind == GUARD ? REBATCH_ON : REBATCH_OFF;
     cr_assert_eq(rebatch_device_open_host(&w->host, PAGES * PAGE, NULL), REBATCH_OK);
     if (kind == PLAIN) {
         plain = *w->host->ops;

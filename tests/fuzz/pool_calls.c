@@ -23,7 +23,6 @@ struct session {
 static void configure(rebatch_pool_options *options, uint8_t byte)
 {
     options->caching = byte % 16 == 1 ? REBATCH_OFF : REBATCH_DEFAULT;
-    options->fence = byte % 16 == 2 ? REBATCH_ON : REBATCH_DEFAULT;
     options->keep_room_permille = byte & 128 ? 1000 : 0;
     options->rounding_divisions = byte & 128 ? 8 : 0;
     options->events = byte % 3;
@@ -47,7 +46,7 @@ static void open_session(struct session *s, uint8_t byte, uint8_t more)
     memset(s, 0, sizeof *s);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     configure(&options, byte);
-    const bool plain = more % 4 == 1 && options.fence != REBATCH_ON;
+    const bool plain = more % 4 == 1;
     options.headroom_bytes = more & 4 ? 3 * PAGE + 1 : 0;
     if (rbi_device_open_dry(&s->device, PAGES * PAGE, PAGE, !plain) != REBATCH_OK ||
         rebatch_device_open_fault(&s->fault, s->device, NULL) != REBATCH_OK ||

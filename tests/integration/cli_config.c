@@ -118,7 +118,6 @@ Test(cli_config, show)
            "    overflow_limit  = 0;          # default\n"
            "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
-           "    fence           = false;      # default\n"
            "    events          = 0;          # default\n"
            "};\n"
            "\n"

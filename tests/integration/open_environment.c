@@ -112,13 +112,6 @@ Test(open_environment, a_slip_in_the_name_of_the_variable_is_a_mistake)
                    "REBATCH_CONFG is not a setting's variable; did you mean REBATCH_CONFIG?");
 }
 
-Test(open_environment, an_older_name_of_a_variable_is_refused_with_the_new_one)
-{
-    setenv("REBATCH_MEMORY_GUARD", "true", 1);
-    expect_failure(REBATCH_E_PARSE, "REBATCH_MEMORY_GUARD is not a setting's variable; did you "
-                                    "mean REBATCH_MEMORY_FENCE?");
-}
-
 /* ---- with options ---- */
 
 Test(open_environment, with_options_it_is_not_read_unless_they_say_so)

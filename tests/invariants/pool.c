@@ -50,7 +50,6 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         break;
     default:
         CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0 || b == pool->plan.arena);
-        CHECK(b->state != RBI_BLOCK_FENCE || pool->fence);
     }
     CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
           (offset % pool->page_bytes == 0 && b->bytes % pool->page_bytes == 0));
@@ -88,7 +87,7 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
           rbi_table_find(&pool->heap.table, b->address) == (rbi_block_is_listed(b) ? b : NULL));
     if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
         return is_idle_block_valid(pool, b, tally);
-    CHECK(!b->planned && (!pool->fence || (b->after && b->after->state == RBI_BLOCK_FENCE)));
+    CHECK(!b->planned);
     return is_used_block_valid(pool, b, tally);
 }
 
@@ -99,7 +98,7 @@ static bool are_pages_valid(const rebatch_pool *pool, const struct rbi_range *r,
 {
     const size_t first = (size_t)(b->address - r->address) / pool->page_bytes;
     const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->page_bytes;
-    const bool gap = b->state == RBI_BLOCK_HOLE || b->state == RBI_BLOCK_FENCE;
+    const bool gap = b->state == RBI_BLOCK_HOLE;
     for (size_t i = first; i <= last; i++) {
         CHECK(b->state == RBI_BLOCK_LOST ||
               gap != rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes));

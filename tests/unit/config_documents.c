@@ -176,7 +176,6 @@ Test(config_documents, defaults_are_those_of_the_headers)
         {"memory.keep_room", "pool.h", "uint32_t keep_room_permille;", "0: 20", "2%"},
         {"memory.rounding", "pool.h", "uint32_t rounding_divisions;",
          "0: rounding to REBATCH_POOL_UNIT_BYTES only", "0"},
-        {"memory.fence", "pool.h", "rebatch_toggle fence;", "default off", "false"},
         {"memory.events", "pool.h", "uint32_t events;", "0: none", "0"},
         {"recovery.on_oom", "step.h", "rebatch_on_oom on_oom;", "default: fit where", "auto"},
         {"recovery.admission", "step.h", "rebatch_toggle admission;", "default on", "true"},

@@ -17,8 +17,7 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, replay, overflow, overflow_limit, "                                 \
-    "keep_room, rounding, fence or events"
+    "limit, headroom, caching, replay, overflow, overflow_limit, keep_room, rounding or events"
 #define KEEP_ROOM                                                                                  \
     "expected text, a share such as \"90%\" of the memory that the pool holds or can get"
 #define ROUNDING "expected 0 or a power of two up to 256"
@@ -197,8 +196,6 @@ Test(config_errors, unknown_names)
          "t.cfg:1: recovery.max_attepmts is not a setting; did you mean recovery.max_attempts?"},
         {"memory = { start = 3; };",
          "t.cfg:1: memory.start is not a setting; did you mean batch.start?"},
-        {"memory = { guard = true; };",
-         "t.cfg:1: memory.guard is not a setting; did you mean memory.fence?"},
         {"memory = { colour = 3; };",
          "t.cfg:1: memory.colour is not a setting: expected " MEMORY_KEYS},
         {"log = { x = 3; };", "t.cfg:1: log.x is not a setting: expected level, file or format"},
@@ -295,9 +292,6 @@ Test(config_errors, values_in_the_wrong_order)
         {"memory = { headroom = \"2GiB\";\n limit = \"1GiB\"; };",
          "memory.headroom is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
          "memory.headroom <= memory.limit"},
-        {"memory = { fence = true;\n caching = false; };",
-         "memory.fence is true (t.cfg:1) and memory.caching is false (t.cfg:2): expected "
-         "memory.caching to be true with it"},
     };
     EXPECT_MISTAKES(list);
 }
@@ -352,8 +346,7 @@ Test(config_errors, values_of_a_file_and_a_variable_that_do_not_go_together)
 Test(config_errors, values_that_may_go_together)
 {
     static const char *const fine[] = {"memory = { limit = \"50%\"; headroom = \"2GiB\"; };",
-                                       "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };",
-                                       "memory = { fence = false; caching = false; };"};
+                                       "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };"};
     for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {
         rebatch_config *config;
         config_write("t.cfg", fine[i]);

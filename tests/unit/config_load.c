@@ -32,7 +32,6 @@ static const struct value {
     {"memory.overflow_limit", "\"4GiB\"", "4GiB", "0"},
     {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
-    {"memory.fence", "true", "true", "false"},
     {"memory.events", "1000", "1000", "0"},
     {"recovery.on_oom", "\"stop\"", "stop", "\"auto\""},
     {"recovery.admission", "false", "false", "true"},
@@ -266,7 +265,6 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.overflow_bytes == e->pool.overflow_bytes);
     cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
     cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
-    cr_expect(o->pool.fence == e->pool.fence);
     cr_expect(o->pool.events == e->pool.events);
     cr_expect(o->pool.replay == e->pool.replay);
     cr_expect(o->micro_start == e->micro_start);
@@ -300,7 +298,6 @@ Test(config_load, options_at_the_defaults)
 {
     const rebatch_options expected = {
         .pool = {.caching = REBATCH_ON,
-                 .fence = REBATCH_OFF,
                  .keep_room_permille = 20,
                  .replay = REBATCH_ON,
                  .overflow = REBATCH_ON},
@@ -328,10 +325,9 @@ Test(config_load, options_of_every_setting)
     const rebatch_options expected = {
         .pool = {.limit_bytes = 23622320128,
                  .headroom_bytes = 268435456,
-                 .caching = REBATCH_ON,
+                 .caching = REBATCH_OFF,
                  .keep_room_permille = 400,
                  .rounding_divisions = 16,
-                 .fence = REBATCH_ON,
                  .events = 1000,
                  .replay = REBATCH_OFF,
                  .overflow = REBATCH_OFF,
@@ -356,8 +352,7 @@ Test(config_load, options_of_every_setting)
     };
     for (size_t i = 0; i < VALUES; i++)
         setenv(rbi_setting_variable(&rbi_settings[i]).name, values[i].variable, 1);
-    unsetenv("REBATCH_MEMORY_CACHING"); /* off does not go with a fence */
-    unsetenv("REBATCH_BATCH_LEARN");    /* nor does it with a size to start with */
+    unsetenv("REBATCH_BATCH_LEARN"); /* it does not go with a size to start with */
     rebatch_config *config = load(NULL);
     int user = 0;
     rebatch_stream stream = (rebatch_stream)(void *)&user; /* never used: only kept */
@@ -423,7 +418,6 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.overflow_limit", pool.overflow_bytes),
         MEMBER("memory.keep_room", pool.keep_room_permille),
         MEMBER("memory.rounding", pool.rounding_divisions),
-        MEMBER("memory.fence", pool.fence),
         MEMBER("memory.events", pool.events),
         MEMBER("recovery.on_oom", on_oom),
         MEMBER("recovery.admission", admission),

@@ -241,20 +241,6 @@ Test(pool_overflow, it_is_for_the_callbacks_threads_alone)
     rig_close(&rig);
 }
 
-Test(pool_overflow, a_fenced_block_may_lie_there)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.fence = REBATCH_ON;
-    struct rig rig = open_beside(4, 100, &options);
-    allow(rig.pool, true);
-    void *const block = take_filled(rig.pool, 7 * PAGE, 8);
-    assert_valid(rig.pool);
-    allow(rig.pool, false);
-    assert_filled(block, 7 * PAGE, 8);
-    give(rig.pool, block);
-    rig_close(&rig);
-}
-
 /* What a prediction is made on does not count the host's memory as the device's. */
 Test(pool_overflow, a_copy_of_the_pool_has_it_too)
 {

@@ -147,10 +147,8 @@ static void check_oom(struct model *m, const struct block *b)
     m->counts.want.ooms++;
     if (o->may_wait)
         return; /* it may have been because the pool was not to wait */
-    if (o->fence != REBATCH_ON)
-        cr_assert_lt(report.would_fit_bytes, b->is.rounded);
-    if (!m->kind->plain && o->caching != REBATCH_OFF && o->fence != REBATCH_ON &&
-        !o->headroom_bytes)
+    cr_assert_lt(report.would_fit_bytes, b->is.rounded);
+    if (!m->kind->plain && o->caching != REBATCH_OFF && !o->headroom_bytes)
         cr_assert_lt(count_free_pages(m), (b->is.rounded + PAGE - 1) / PAGE,
                      "%zu bytes are refused, and %zu pages are free", b->is.bytes,
                      count_free_pages(m));
@@ -479,13 +477,6 @@ Test(pool_random, many_calls_without_caching)
     run_kind(108, &kind);
 }
 
-Test(pool_random, many_calls_with_a_guard)
-{
-    struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.fence = REBATCH_ON;
-    run_kind(109, &kind);
-}
-
 /* Streams read blocks of others without a word to the pool, and the program orders the owner. */
 Test(pool_random, many_calls_with_readers_that_are_not_declared)
 {
@@ -495,9 +486,6 @@ Test(pool_random, many_calls_with_readers_that_are_not_declared)
     kind.plain = true;
     kind.calls = 200000;
     run_kind(117, &kind);
-    kind.plain = false;
-    kind.options.fence = REBATCH_ON;
-    run_kind(118, &kind);
 }
 
 Test(pool_random, many_calls_with_such_readers_when_memory_is_short)

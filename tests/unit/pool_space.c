@@ -236,61 +236,6 @@ Test(pool_space, a_mapping_that_fails_is_unwound)
     }
 }
 
-/* With a fence each block ends where memory ends, and what is behind it is not mapped. */
-Test(pool_space, a_fenced_block_ends_where_memory_ends)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.fence = REBATCH_ON;
-    struct rig rig = rig_open(32, &options);
-    static const size_t sizes[] = {1, 512, PAGE, PAGE + 1, 3 * PAGE - UNIT};
-    for (int round = 0; round < 4; round++) {
-        void *blocks[5];
-        for (size_t i = 0; i < 5; i++) {
-            char *block = blocks[i] = take(rig.pool, sizes[i]);
-            memset(block, 1, sizes[i]);
-            size_t bytes;
-            cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_OK);
-            const struct rbi_block *gap = rbi_block_around(&rig.pool->heap, block + bytes);
-            cr_assert_eq(gap->state, RBI_BLOCK_FENCE);
-            cr_assert_not(rbi_map_is_mapped(gap->range->map, gap->address));
-            assert_valid(rig.pool);
-        }
-        for (size_t i = 0; i < 5; i++)
-            give(rig.pool, blocks[(i * 2) % 5]);
-        assert_valid(rig.pool);
-    }
-    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 12 * PAGE);
-    rig_close(&rig);
-    rig = rig_open_plain(8, NULL);
-    rebatch_pool *pool;
-    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_UNSUPPORTED,
-                   "fence");
-    rig_close(&rig);
-}
-
-/* Whether the byte there can be read: the kernel says so without a signal, which sanitizers and
- * valgrind would take for themselves. */
-static bool can_touch(const char *byte)
-{
-    int ends[2];
-    cr_assert_eq(pipe(ends), 0);
-    const bool can = syscall(SYS_write, ends[1], byte, 1) == 1;
-    close(ends[0]);
-    close(ends[1]);
-    return can;
-}
-
-Test(pool_space, an_overrun_of_a_fenced_block_faults)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.fence = REBATCH_ON;
-    struct rig rig = rig_open(8, &options);
-    const char *block = take(rig.pool, UNIT);
-    cr_assert(can_touch(block + UNIT - 1));
-    cr_assert_not(can_touch(block + UNIT));
-    rig_close(&rig);
-}
-
 /* Sizes are rounded to steps of their octave; what was asked for is still known. */
 Test(pool_space, sizes_are_rounded_to_steps_of_their_octave)
 {

@@ -33,7 +33,6 @@ enum rbi_block_state {
     RBI_BLOCK_PENDING,  /* freed, but another stream's work may still use it */
     RBI_BLOCK_HELD,     /* for the moment out of all lists */
     RBI_BLOCK_HOLE,     /* addresses without memory, in a bin */
-    RBI_BLOCK_FENCE,    /* the gap behind a block in use of a pool with a fence */
     RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
