@@ -31,8 +31,8 @@ VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 # ---- what there is -----------------------------------------------------------------------------
 # The walkers that check the pool's equations.
 INVARIANTS_SRC := $(wildcard tests/invariants/*.c)
-# The stand-in for settings_file.c is for a build without libconfig (python/native.py).
-LIB_SRC := $(filter-out src/config/settings_file_absent.c, \
+# The stand-ins for settings_file.c and store.c are for a build without libconfig (python/native.py).
+LIB_SRC := $(filter-out src/config/settings_file_absent.c src/probe/store_absent.c, \
     $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
                src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c)) \
     $(if $(CHECK),$(INVARIANTS_SRC))

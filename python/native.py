@@ -26,8 +26,8 @@ FLAGS = "-std=c17 -D_GNU_SOURCE -pthread -fPIC -fvisibility=hidden -Iinclude -Is
 POOL_FLAGS = ["-fno-tree-slp-vectorize"]
 # Folders of src that are programs of their own, not the library.
 PROGRAMS = {"cli"}
-# Its stand-in settings_file_absent.c needs no libconfig.
-NEEDS_LIBCONFIG = Path("src/config/settings_file.c")
+# Their stand-ins, settings_file_absent.c and store_absent.c, need no libconfig.
+NEED_LIBCONFIG = {Path("src/config/settings_file.c"), Path("src/probe/store.c")}
 
 
 def sources() -> list[Path]:
@@ -38,7 +38,7 @@ def sources() -> list[Path]:
             f"rebatch: the C sources are not in {ROOT}/src; "
             "install from a whole checkout, with pip 21.3 or newer"
         )
-    return [f for f in found if f.parts[1] not in PROGRAMS and f != NEEDS_LIBCONFIG]
+    return [f for f in found if f.parts[1] not in PROGRAMS and f not in NEED_LIBCONFIG]
 
 
 def version() -> str:

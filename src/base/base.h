@@ -63,31 +63,13 @@ void rbi_heap_fail(uint64_t nth, uint64_t times);
 uint64_t rbi_heap_calls(void);
 int64_t rbi_heap_live(void);
 
-/* ---- files that are kept (file.c) ---- */
+/* ---- files (file.c) ---- */
 
-/* Reads a whole regular file; one that is not there is empty.
+/* Reads a whole file.
  *  @param[out] bytes  zero-terminated, from the heap; NULL on failure
  *  @return REBATCH_OK; REBATCH_E_IO when it cannot be read or is larger than `most`;
  *          REBATCH_E_HOST_OOM */
 rebatch_status rbi_file_read(char **bytes, size_t *length, const char *path, size_t most);
-
-/* Keeps other processes and threads from replacing a file, which is made when it is not there, and
- * is there until rbi_file_unlock().
- *  @param[out] lock     -1 on failure
- *  @param patience_ns   how long to wait for somebody else's lock
- *  @return REBATCH_OK, REBATCH_E_IO */
-rebatch_status rbi_file_lock(int *lock, const char *path, uint64_t patience_ns);
-void rbi_file_unlock(int lock);
-/* Replaces a locked file: whatever happens, the old one is there or the new one, whole.
- *  @param keep_as  the old one is there afterwards under this name; NULL: it is not
- *  @return REBATCH_OK, REBATCH_E_IO */
-rebatch_status rbi_file_replace(const char *path, int lock, const char *bytes, size_t length,
-                                const char *keep_as);
-
-/* Tests: as rbi_heap_fail(), for the system calls of file.c. */
-void rbi_file_fail(uint64_t nth, uint64_t times);
-/* System calls so far. */
-uint64_t rbi_file_calls(void);
 
 /* ---- the machine (machine.c) ---- */
 
@@ -169,6 +151,8 @@ void rbi_text_add_v(struct rbi_text *t, const char *format, va_list arguments)
 /* Text from outside, fit for a sentence: control characters and what is no UTF-8 as "\xNN", and at
  * most `most` bytes, then "...". */
 void rbi_text_add_shown(struct rbi_text *t, const char *text, size_t length, size_t most);
+/* The same of a path, of which the end is shown if it is long. */
+void rbi_text_add_path(struct rbi_text *t, const char *path);
 /* "1.50 GiB", "512 B": three significant digits; for people. */
 void rbi_text_add_bytes(struct rbi_text *t, uint64_t bytes);
 /* A string of JSON, in quotes; what is no UTF-8 becomes U+FFFD. */

@@ -60,6 +60,17 @@ void rbi_text_add_shown(struct rbi_text *t, const char *text, size_t length, siz
     }
 }
 
+void rbi_text_add_path(struct rbi_text *t, const char *path)
+{
+    const size_t length = strlen(path);
+    const size_t most = 120; /* the end of a path says more than its beginning */
+    size_t from = length > most ? length - most : 0;
+    while (from > 0 && ((unsigned char)path[from] & 0xc0) == 0x80)
+        from++;
+    rbi_text_add(t, "%s", from > 0 ? "..." : "");
+    rbi_text_add_shown(t, path + from, length - from, most);
+}
+
 void rbi_text_add_json(struct rbi_text *t, const char *text)
 {
     const size_t length = strlen(text);

@@ -21,13 +21,7 @@ struct rbi_shown rbi_shown_path(const char *path)
 {
     struct rbi_shown shown = {""};
     struct rbi_text t = {shown.text, sizeof shown.text, 0};
-    const size_t length = strlen(path);
-    const size_t most = 120; /* the end of a path says more than its beginning */
-    size_t from = length > most ? length - most : 0;
-    while (from > 0 && ((unsigned char)path[from] & 0xc0) == 0x80)
-        from++;
-    rbi_text_add(&t, "%s", from > 0 ? "..." : "");
-    rbi_text_add_shown(&t, path + from, length - from, most);
+    rbi_text_add_path(&t, path);
     return shown;
 }
 

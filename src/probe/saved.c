@@ -33,28 +33,33 @@
     X("keep_room_permille", p->keep_room_permille)                                                 \
     X("rounding_divisions", p->rounding_divisions)
 
-static void describe_settings(char *text, size_t size, const rebatch *rb,
-                              const rebatch_probe_options *o, size_t batch)
-{
-    const rebatch_options *s = rbi_session_options(rb);
-    const rebatch_pool_options *p = &s->pool;
-    struct rbi_text t = {text, size, 0};
-#define ADD(name, value)                                                                           \
-    rbi_text_add(&t, "%s" name "=%" PRIu64, t.length ? " " : "", (uint64_t)(value));
-    SETTINGS(ADD)
-#undef ADD
-}
-
 /* "cuda:3 NVIDIA H200" is the same card as "cuda:0 NVIDIA H200". */
-static void describe_device(char *text, size_t size, const char *name)
+static void add_device(struct rbi_text *t, const char *name)
 {
     static const char cuda[] = "cuda:";
     const size_t kind = sizeof cuda - 1;
-    struct rbi_text t = {text, size, 0};
     if (strncmp(name, cuda, kind) == 0)
-        rbi_text_add(&t, "cuda%s", name + kind + strspn(name + kind, "0123456789"));
+        rbi_text_add(t, "cuda%s", name + kind + strspn(name + kind, "0123456789"));
     else
-        rbi_text_add(&t, "%s", name);
+        rbi_text_add(t, "%s", name);
+}
+
+static void write_key(struct rbi_saved *saved, const rebatch_probe_options *o, size_t batch,
+                      uint64_t total_bytes)
+{
+    const rebatch *rb = saved->rb;
+    const rebatch_device *device = rbi_session_device(rb);
+    const rebatch_options *s = rbi_session_options(rb);
+    const rebatch_pool_options *p = &s->pool;
+    struct rbi_text t = {saved->key, sizeof saved->key, 0};
+    rbi_text_add(&t, "%s | ", o->key);
+    add_device(&t, device->name);
+    rbi_text_add(&t, " | total_bytes=%" PRIu64 " | driver %s | rebatch %s |", total_bytes,
+                 device->driver, rebatch_version());
+#define ADD(name, value) rbi_text_add(&t, " " name "=%" PRIu64, (uint64_t)(value));
+    SETTINGS(ADD)
+#undef ADD
+    rbi_assert(t.length < t.size);
 }
 
 /* The library's own last sentence becomes an event: the probe goes on. */
@@ -71,8 +76,6 @@ static void warn(const struct rbi_saved *saved)
 static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_options *options,
                                size_t batch)
 {
-    const rebatch *rb = saved->rb;
-    rebatch_device *device = rbi_session_device(rb);
     if (options->file[0] == '\0')
         return rbi_error(REBATCH_E_INVALID,
                          "file is \"\": expected a name for the file of results, or NULL");
@@ -82,23 +85,15 @@ static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_opti
                          "key has %zu bytes: expected 1 to %d, the model's name in %.200s", length,
                          KEY_BYTES_MOST, options->file);
     rebatch_memory_info memory;
-    const rebatch_status status = rebatch_device_memory(device, &memory);
-    if (status)
-        return status;
-    describe_device(saved->device, sizeof saved->device, device->name);
-    describe_settings(saved->settings, sizeof saved->settings, rb, options, batch);
-    saved->key = (struct rbi_store_key){.model = options->key,
-                                        .device = saved->device,
-                                        .total_bytes = memory.total_bytes,
-                                        .driver = device->driver,
-                                        .library = rebatch_version(),
-                                        .settings = saved->settings};
-    return REBATCH_OK;
+    const rebatch_status status = rebatch_device_memory(rbi_session_device(saved->rb), &memory);
+    if (!status)
+        write_key(saved, options, batch, memory.total_bytes);
+    return status;
 }
 
-static rebatch_status look_at_found(struct rbi_saved *saved, size_t least, size_t most)
+static rebatch_status look_at_found(struct rbi_saved *saved, const struct rbi_store_result *found,
+                                    size_t least, size_t most)
 {
-    const struct rbi_store_result *found = &saved->found;
     size_t available;
     const rebatch_status status = rebatch_pool_available(&available, rebatch_get_pool(saved->rb));
     if (status)
@@ -125,11 +120,12 @@ rebatch_status rbi_saved_open(struct rbi_saved *saved, rebatch *rb,
         return status;
     saved->path = options->file;
     saved->state = REBATCH_SAVED_ABSENT;
-    if (rbi_store_find(&saved->found, saved->path, &saved->key)) {
+    struct rbi_store_result found;
+    if (rbi_store_find(&found, saved->path, saved->key)) {
         warn(saved);
         saved->state = REBATCH_SAVED_IGNORED;
     }
-    return look_at_found(saved, least, most);
+    return look_at_found(saved, &found, least, most);
 }
 
 void rbi_saved_close(struct rbi_saved *saved, const rebatch_probe_report *report, size_t too_large)
@@ -145,6 +141,6 @@ void rbi_saved_close(struct rbi_saved *saved, const rebatch_probe_report *report
         return;
     if (saved->size && report->size != saved->size)
         saved->state = REBATCH_SAVED_REPLACED;
-    if (rbi_store_put(saved->path, &saved->key, &result))
+    if (rbi_store_put(saved->path, saved->key, &result))
         warn(saved);
 }

@@ -1,332 +1,177 @@
-/* Owns the file of what probes have found: its format, and what of it is believed.
+/* Owns the file of what probes have found, which libconfig reads and writes.
  * Must not know sessions, or how a size was found. */
-#include "probe/store.h"
-
+#include <errno.h>
 #include <inttypes.h>
+#include <libconfig.h>
 #include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
-#include <time.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-#include "rebatch/status.h"
+#include "probe/saved.h"
 
-/* How long another process may take over its own entry. */
-#define PATIENCE_NS 2000000000u
+#define HEADER "# rebatch: what probes have found\n"
+#define LIST "results"
+#define BYTES_MOST ((size_t)1 << 20)
 
-/* ---- the checksum ---- */
+/* X(member of a result); an entry has them beside its key and a checksum. */
+#define MEMBERS(X) X(size) X(peak_bytes) X(too_large) X(room_bytes)
 
-#define SUM_FIELD " sum="
-#define SUM_DIGITS 16
-
-/* CRC-64 of ECMA-182, reflected, four bits at a time: any change within 64 bits in a row is noticed
- * for certain. */
-static uint64_t checksum(const char *bytes, size_t length)
+/* FNV-1a of the key and the numbers. */
+static uint64_t checksum(const char *key, const struct rbi_store_result *result)
 {
-    uint64_t table[16];
-    for (size_t i = 0; i < 16; i++) {
-        table[i] = i;
-        for (int bit = 0; bit < 4; bit++)
-            table[i] = table[i] >> 1 ^ (table[i] & 1 ? 0xc96c5795d7870f42u : 0);
-    }
-    uint64_t sum = UINT64_MAX;
-    for (size_t i = 0; i < length; i++) {
-        sum ^= (unsigned char)bytes[i];
-        sum = sum >> 4 ^ table[sum & 15];
-        sum = sum >> 4 ^ table[sum & 15];
-    }
-    return ~sum;
+    char numbers[128];
+    struct rbi_text t = {numbers, sizeof numbers, 0};
+#define ADD(member) rbi_text_add(&t, " %" PRIu64, result->member);
+    MEMBERS(ADD)
+    const char *const parts[] = {key, numbers};
+    uint64_t sum = 0xcbf29ce484222325;
+    for (size_t i = 0; i < 2; i++)
+        for (const char *at = parts[i]; *at; at++)
+            sum = (sum ^ (unsigned char)*at) * 0x100000001b3;
+    return sum;
 }
 
-/* ---- lines ---- */
-
-struct line {
-    const char *at;
-    size_t length; /* without its end */
-    bool has_end;
-};
-
-/* The line that begins at `from`; false at the end of the text. */
-static bool next_line(struct line *line, const char *text, size_t length, size_t *from)
+/* False when it is none, or damaged. */
+static bool read_entry(struct rbi_store_result *out, const char **key,
+                       const config_setting_t *entry)
 {
-    if (*from >= length)
-        return false;
-    const char *end = memchr(text + *from, '\n', length - *from);
-    line->at = text + *from;
-    line->has_end = end != NULL;
-    line->length = end ? (size_t)(end - line->at) : length - *from;
-    *from += line->length + line->has_end;
-    return true;
+    long long sum, number;
+#define READ(member)                                                                               \
+    if (!config_setting_lookup_int64(entry, #member, &number))                                     \
+        return false;                                                                              \
+    out->member = (uint64_t)number;
+    MEMBERS(READ)
+    return config_setting_lookup_string(entry, "key", key) &&
+           config_setting_lookup_int64(entry, "sum", &sum) && (uint64_t)sum == checksum(*key, out);
 }
 
-/* The length of what the checksum is of; 0 when it does not hold. */
-static size_t checked_length(const struct line *line)
+/* Not by libconfig's config_write(), a name that a program may have for a function of its own. */
+static void print_entry(FILE *stream, const char *key, const struct rbi_store_result *result)
 {
-    const size_t tail = sizeof SUM_FIELD - 1 + SUM_DIGITS;
-    if (!line->has_end || line->length <= tail)
-        return 0;
-    const size_t length = line->length - tail;
-    char expected[sizeof SUM_FIELD + SUM_DIGITS];
-    struct rbi_text t = {expected, sizeof expected, 0};
-    rbi_text_add(&t, SUM_FIELD "%016" PRIx64, checksum(line->at, length));
-    return memcmp(line->at + length, expected, tail) == 0 ? length : 0;
+    char text[8192];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "{ key = \"");
+    for (const char *c = key; *c; c++)
+        rbi_text_add(&t, *c == '"' || *c == '\\' || (unsigned char)*c < ' ' ? "\\x%02x" : "%c",
+                     (unsigned char)*c);
+    rbi_text_add(&t, "\";");
+#define PRINT(member) rbi_text_add(&t, " " #member " = %" PRId64 "L;", (int64_t)result->member);
+    MEMBERS(PRINT)
+    rbi_text_add(&t, " sum = %" PRId64 "L; }", (int64_t)checksum(key, result));
+    rbi_assert(t.length < t.size);
+    (void)fputs(text, stream);
 }
 
-/* ---- fields ---- */
-
-/* In quotes, so that it has no quote, no end of line and nothing unprintable in it. */
-static void add_quoted(struct rbi_text *t, const char *name, const char *value)
+/* The tree stays empty where there is no file, and where it begins otherwise than ours do. */
+static rebatch_status read_tree(config_t *tree, const char *path)
 {
-    rbi_text_add(t, "%s=\"", name);
-    for (const char *c = value; *c; c++)
-        if (*c == '"' || *c == '\\' || (unsigned char)*c < ' ' || *c == 0x7f)
-            rbi_text_add(t, "\\x%02x", (unsigned)(unsigned char)*c);
-        else
-            rbi_text_add(t, "%c", *c);
-    rbi_text_add(t, "\" ");
-}
-
-static void add_key(struct rbi_text *t, const struct rbi_store_key *key)
-{
-    add_quoted(t, "key", key->model);
-    add_quoted(t, "device", key->device);
-    rbi_text_add(t, "total_bytes=%" PRIu64 " ", key->total_bytes);
-    add_quoted(t, "driver", key->driver);
-    add_quoted(t, "library", key->library);
-    add_quoted(t, "settings", key->settings);
-}
-
-/* "NAME=123 ", and what is behind it; NULL when it is not there. */
-static const char *read_number(uint64_t *out, const char *at, const char *end, const char *name)
-{
-    const size_t length = strlen(name);
-    if ((size_t)(end - at) < length || memcmp(at, name, length) != 0)
-        return NULL;
-    at += length;
-    const char *first = at;
-    for (*out = 0; at < end && *at >= '0' && *at <= '9'; at++)
-        if (__builtin_mul_overflow(*out, 10, out) || __builtin_add_overflow(*out, *at - '0', out))
-            return NULL;
-    return at > first && at < end && *at == ' ' ? at + 1 : NULL;
-}
-
-/* What was too large is said only where it is known. */
-static void read_bound(struct rbi_store_result *out, const char *at, const char *end)
-{
-    uint64_t size = 0, room = 0;
-    at = read_number(&size, at, end, "too_large=");
-    if (!at || size <= out->size || size > SIZE_MAX || !read_number(&room, at, end, "room_bytes="))
-        return;
-    out->too_large = (size_t)size;
-    out->room_bytes = room;
-}
-
-/* Fields behind these may come with a later version of the library, and are none of an older. */
-static bool read_result(struct rbi_store_result *out, const char *at, const char *end)
-{
-    uint64_t size = 0;
-    *out = (struct rbi_store_result){0};
-    at = read_number(&size, at, end, "size=");
-    if (!at || size == 0 || size > SIZE_MAX)
-        return false;
-    out->size = (size_t)size;
-    at = read_number(&out->peak_bytes, at, end, "peak_bytes=");
-    if (at)
-        read_bound(out, at, end);
-    return at != NULL;
-}
-
-static void add_entry(struct rbi_text *t, const struct rbi_store_key *key,
-                      const struct rbi_store_result *result)
-{
-    char when[32] = "";
-    const time_t now = time(NULL);
-    struct tm utc;
-    if (gmtime_r(&now, &utc))
-        (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", &utc);
-    const size_t from = t->length;
-    add_key(t, key);
-    rbi_text_add(t, "size=%zu peak_bytes=%" PRIu64 " ", result->size, result->peak_bytes);
-    if (result->too_large)
-        rbi_text_add(t, "too_large=%zu room_bytes=%" PRIu64 " ", result->too_large,
-                     result->room_bytes);
-    rbi_text_add(t, "found=%s", when);
-    if (t->length < t->size)
-        rbi_text_add(t, SUM_FIELD "%016" PRIx64 "\n", checksum(t->text + from, t->length - from));
-}
-
-/* ---- the file ---- */
-
-struct store {
-    const char *path;
+    struct stat about;
+    if (stat(path, &about) != 0)
+        return errno == ENOENT
+                   ? REBATCH_OK
+                   : rbi_error(REBATCH_E_IO, "%.200s cannot be read: %s", path, strerror(errno));
+    if (!S_ISREG(about.st_mode)) /* a pipe would be waited for */
+        return rbi_error(REBATCH_E_IO, "%.200s is no regular file", path);
     char *text;
     size_t length;
-    size_t begin; /* of the first entry */
-    char *key;    /* how the line of the key begins */
-    size_t key_length;
-    struct rbi_store_result found;
-    size_t others, damaged; /* lines: good ones of other keys, and bad ones */
-    size_t first_damaged;   /* its number in the file, from 1 */
-};
-
-static void close_store(struct store *store)
-{
-    rbi_heap_free(store->text);
-    rbi_heap_free(store->key);
-}
-
-static rebatch_status make_key(struct store *store, const struct rbi_store_key *key)
-{
-    struct rbi_text t = {NULL, 0, 0};
-    add_key(&t, key);
-    store->key_length = t.length;
-    store->key = rbi_heap_calloc(t.length + 1, 1);
-    if (!store->key)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for the results in %.200s",
-                         store->path);
-    t = (struct rbi_text){store->key, t.length + 1, 0};
-    add_key(&t, key);
-    return REBATCH_OK;
-}
-
-/* Of an empty file, or one that begins as ours do. */
-static rebatch_status check_header(struct store *store)
-{
-    static const char header[] = RBI_STORE_HEADER;
-    const size_t all = sizeof header - 1, name = all - sizeof "1\n" + 1;
-    if (store->length == 0)
-        return REBATCH_OK;
-    store->begin = all;
-    if (store->length >= all && memcmp(store->text, header, all) == 0)
-        return REBATCH_OK;
-    const bool is_named = store->length > name && memcmp(store->text, header, name) == 0;
-    const char *number = is_named ? store->text + name : "";
-    const int digits = (int)strspn(number, "0123456789");
-    if (digits > 1 || (digits == 1 && *number != '1'))
-        return rbi_error(REBATCH_E_PARSE,
-                         "%.200s has version %.*s of the results of probes, expected 1: it is left "
-                         "alone",
-                         store->path, digits, number);
-    return rbi_error(REBATCH_E_PARSE, "%.200s has no results of probes in it: it is left alone",
-                     store->path);
-}
-
-static bool is_of_key(const struct store *store, const struct line *line)
-{
-    return line->length >= store->key_length &&
-           memcmp(line->at, store->key, store->key_length) == 0;
-}
-
-static void look_through(struct store *store)
-{
-    struct line line;
-    size_t number = 1;
-    for (size_t from = store->begin; next_line(&line, store->text, store->length, &from);) {
-        number++;
-        const size_t length = checked_length(&line);
-        struct rbi_store_result result;
-        if (length == 0) {
-            store->first_damaged = store->damaged++ ? store->first_damaged : number;
-            continue;
-        }
-        if (!is_of_key(store, &line))
-            store->others++;
-        else if (read_result(&result, line.at + store->key_length, line.at + length))
-            store->found = result;
+    rebatch_status status = rbi_file_read(&text, &length, path, BYTES_MOST);
+    if (status || length == 0) {
+        rbi_heap_free(text);
+        return status;
     }
-}
-
-static rebatch_status open_store(struct store *store, const char *path,
-                                 const struct rbi_store_key *key)
-{
-    *store = (struct store){.path = path};
-    rebatch_status status = make_key(store, key);
-    if (!status)
-        status = rbi_file_read(&store->text, &store->length, path, RBI_STORE_BYTES_MOST);
-    if (!status)
-        status = check_header(store);
-    if (!status)
-        look_through(store);
-    return status;
-}
-
-rebatch_status rbi_store_find(struct rbi_store_result *out, const char *path,
-                              const struct rbi_store_key *key)
-{
-    struct store store;
-    *out = (struct rbi_store_result){0};
-    rebatch_status status = open_store(&store, path, key);
-    if (!status) {
-        *out = store.found;
-        if (store.damaged)
-            status = rbi_error(REBATCH_E_PARSE,
-                               "%.200s:%zu: %zu damaged line%s, which cannot be believed", path,
-                               store.first_damaged, store.damaged, store.damaged > 1 ? "s" : "");
-    }
-    close_store(&store);
-    return status;
-}
-
-/* ---- writing ---- */
-
-/* The new text: what stays, and the new entry last, so that the first are the oldest. */
-static void compose(struct rbi_text *t, const struct store *store, const struct rbi_store_key *key,
-                    const struct rbi_store_result *result)
-{
-    size_t surplus = store->others >= RBI_STORE_ENTRIES ? store->others - RBI_STORE_ENTRIES + 1 : 0;
-    rbi_text_add(t, "%s", RBI_STORE_HEADER);
-    struct line line;
-    for (size_t from = store->begin; next_line(&line, store->text, store->length, &from);) {
-        if (checked_length(&line) == 0 || is_of_key(store, &line))
-            continue;
-        if (surplus > 0) {
-            surplus--;
-            continue;
-        }
-        rbi_text_add(t, "%.*s\n", (int)line.length, line.at);
-    }
-    add_entry(t, key, result);
-}
-
-static rebatch_status write_store(const struct store *store, int lock,
-                                  const struct rbi_store_key *key,
-                                  const struct rbi_store_result *result)
-{
-    char damaged[PATH_MAX];
-    const int name_length = snprintf(damaged, sizeof damaged, "%s" RBI_STORE_DAMAGED, store->path);
-    if (name_length < 0 || (size_t)name_length >= sizeof damaged)
-        return rbi_error(REBATCH_E_IO, "%.200s...: the name is too long", store->path);
-    struct rbi_text t = {NULL, 0, 0};
-    compose(&t, store, key, result);
-    const size_t room = t.length + sizeof SUM_FIELD + SUM_DIGITS + 1; /* the sum is of what fits */
-    char *text = rbi_heap_calloc(room, 1);
-    if (!text)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for the results in %.200s",
-                         store->path);
-    t = (struct rbi_text){text, room, 0};
-    compose(&t, store, key, result);
-    rebatch_status status = REBATCH_OK;
-    if (t.length > RBI_STORE_BYTES_MOST / 2)
-        status = rbi_error(REBATCH_E_IO, "%.200s would be larger than %zu bytes", store->path,
-                           RBI_STORE_BYTES_MOST / 2);
-    if (!status)
-        status =
-            rbi_file_replace(store->path, lock, text, t.length, store->damaged ? damaged : NULL);
+    if (strncmp(text, HEADER, sizeof HEADER - 1) != 0)
+        status = rbi_error(REBATCH_E_PARSE,
+                           "%.200s has no results of probes in it: it is left alone", path);
+    else if (!config_read_string(tree, text))
+        status = rbi_error(REBATCH_E_PARSE, "%.200s:%d: %s: it is left alone", path,
+                           config_error_line(tree), config_error_text(tree));
     rbi_heap_free(text);
     return status;
 }
 
-rebatch_status rbi_store_put(const char *path, const struct rbi_store_key *key,
+/* NULL: there is none. */
+static const config_setting_t *list_of(const config_t *tree)
+{
+    const config_setting_t *list = config_lookup(tree, LIST);
+    return list && config_setting_is_list(list) ? list : NULL;
+}
+
+rebatch_status rbi_store_find(struct rbi_store_result *out, const char *path, const char *key)
+{
+    config_t tree;
+    *out = (struct rbi_store_result){0};
+    config_init(&tree);
+    rebatch_status status = read_tree(&tree, path);
+    const config_setting_t *list = status ? NULL : list_of(&tree);
+    const int count = list ? config_setting_length(list) : 0;
+    for (int i = 0; i < count; i++) {
+        const config_setting_t *entry = config_setting_get_elem(list, (unsigned)i);
+        struct rbi_store_result result;
+        const char *its_key;
+        if (!read_entry(&result, &its_key, entry))
+            status = rbi_error(REBATCH_E_PARSE, "%.200s:%u: a damaged entry is not believed", path,
+                               config_setting_source_line(entry));
+        else if (strcmp(its_key, key) == 0)
+            *out = result;
+    }
+    config_destroy(&tree);
+    return status;
+}
+
+/* Of the list what is good and of other keys, and the new entry last, so that the first are the
+ * oldest. */
+static void print_all(FILE *stream, const config_setting_t *list, const char *key,
+                      const struct rbi_store_result *result)
+{
+    const int count = list ? config_setting_length(list) : 0;
+    (void)fputs(HEADER LIST " = (\n", stream);
+    for (int i = rbi_max(count, RBI_STORE_ENTRIES - 1) - (RBI_STORE_ENTRIES - 1); i < count; i++) {
+        struct rbi_store_result other;
+        const char *its_key;
+        if (!read_entry(&other, &its_key, config_setting_get_elem(list, (unsigned)i)) ||
+            strcmp(its_key, key) == 0)
+            continue;
+        print_entry(stream, its_key, &other);
+        (void)fputs(",\n", stream);
+    }
+    print_entry(stream, key, result);
+    (void)fputs("\n);\n", stream);
+}
+
+/* Writes beside the file and renames, so that whatever happens the old one is there or the new. */
+static rebatch_status write_file(const char *path, const config_setting_t *list, const char *key,
+                                 const struct rbi_store_result *result)
+{
+    char beside[PATH_MAX];
+    (void)snprintf(beside, sizeof beside, "%s.XXXXXX", path);
+    const int file = mkstemp(beside);
+    FILE *stream = file < 0 ? NULL : fdopen(file, "w");
+    if (stream) {
+        print_all(stream, list, key, result);
+        const bool is_written = fflush(stream) == 0 && !ferror(stream) && fsync(file) == 0;
+        (void)fchmod(file, 0644);
+        (void)fclose(stream);
+        if (is_written && rename(beside, path) == 0)
+            return REBATCH_OK;
+    }
+    const rebatch_status status =
+        rbi_error(REBATCH_E_IO, "%.200s cannot be written: %s", path, strerror(errno));
+    if (file >= 0)
+        (void)unlink(beside);
+    return status;
+}
+
+rebatch_status rbi_store_put(const char *path, const char *key,
                              const struct rbi_store_result *result)
 {
-    int lock;
-    rebatch_status status = rbi_file_lock(&lock, path, PATIENCE_NS);
-    if (status)
-        return status;
-    struct store store;
-    status = open_store(&store, path, key);
+    config_t tree;
+    config_init(&tree);
+    rebatch_status status = read_tree(&tree, path);
     if (!status)
-        status = write_store(&store, lock, key, result);
-    close_store(&store);
-    rbi_file_unlock(lock);
+        status = write_file(path, list_of(&tree), key, result);
+    config_destroy(&tree);
     return status;
 }
