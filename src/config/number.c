@@ -46,29 +46,6 @@ enum rbi_integer rbi_integer_parse(const char *text, size_t length, int64_t *out
     return RBI_INTEGER_FITS;
 }
 
-bool rbi_is_float(const char *at, size_t length)
-{
-    const char *end = at + length;
-    at += at < end && (*at == '+' || *at == '-');
-    size_t digits = 0;
-    bool point = false;
-    for (; at < end && (is_digit(*at) || (*at == '.' && !point)); at++) {
-        point = point || *at == '.';
-        digits += is_digit(*at);
-    }
-    if (at == end)
-        return point && digits > 0;
-    if ((*at != 'e' && *at != 'E') || digits == 0)
-        return false;
-    at++;
-    at += at < end && (*at == '+' || *at == '-');
-    if (at == end)
-        return false;
-    while (at < end && is_digit(*at))
-        at++;
-    return at == end;
-}
-
 /* ---- sizes ---- */
 
 struct rbi_size rbi_size_wrong(const char *wrong)

@@ -213,8 +213,6 @@ enum rbi_integer { RBI_INTEGER_NONE, RBI_INTEGER_FITS, RBI_INTEGER_TOO_LARGE };
 
 /* Reads what libconfig would take for an integer, of `length` bytes: "-5", "0x40", "64L". */
 enum rbi_integer rbi_integer_parse(const char *text, size_t length, int64_t *out);
-/* Whether libconfig takes it for a number with a fraction or an exponent. */
-bool rbi_is_float(const char *at, size_t length);
 
 /* Text such as "1.5 GiB" or "90%": what it says, rounded down, and what is wrong with it. */
 struct rbi_size {
@@ -354,11 +352,13 @@ rebatch_status rbi_run_settings_read(struct rbi_run_settings *run);
 struct rbi_source {
     char *text; /* zero-terminated */
     size_t length, room;
-    struct rbi_source_line {
-        uint32_t file; /* index into `files` */
-        uint32_t line;
-    } * lines; /* of each line of `text`, where it came from */
-    size_t line_count, line_room;
+    unsigned line; /* the last one of `text`, from 1 */
+    struct rbi_source_part {
+        unsigned first; /* line of `text` */
+        uint32_t file;  /* index into `files` */
+        uint32_t line;  /* of that file */
+    } * parts;          /* from a line of `text` on, where lines came from */
+    size_t part_count;
     char **files;
     size_t file_count;
 };

@@ -240,7 +240,7 @@ static rebatch_status refuse_syntax(const struct rbi_source *source, const confi
     return rbi_error(REBATCH_E_PARSE, "%s: %s at \"%s\": expected %s", rbi_shown_place(&place).text,
                      why ? why : "syntax error", rbi_shown_text(begin, length).text,
                      twice ? "every name once"
-                           : "GROUP = { KEY = VALUE; }; with quotes around text");
+                           : "GROUP = { KEY = VALUE; }; with quotes around text such as \"22GiB\"");
 }
 
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path)

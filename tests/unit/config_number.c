@@ -48,18 +48,6 @@ Test(config_number, integers)
     }
 }
 
-Test(config_number, floats)
-{
-    static const char *const floats[] = {"1.5",    ".5",  "1.",   "-1.5",
-                                         "+1.5e3", "1e5", "1e-5", "1E+5"};
-    static const char *const others[] = {"",    ".",    "-",    "1",     "e5",  "1e",
-                                         "1e+", "1.5x", "1..5", "1.5.5", "90%", "1.5GiB"};
-    for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
-        cr_expect(rbi_is_float(floats[i], strlen(floats[i])), "%s is a float", floats[i]);
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        cr_expect(!rbi_is_float(others[i], strlen(others[i])), "%s is none", others[i]);
-}
-
 Test(config_number, sizes)
 {
     static const struct {
