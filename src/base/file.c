@@ -15,7 +15,7 @@ static rebatch_status say(rebatch_status status, const char *path, const char *w
 {
     char shown[160];
     struct rbi_text t = {shown, sizeof shown, 0};
-    rbi_text_add_path(&t, path);
+    rbi_text_add_path(&t, path[0] ? path : "\"\"");
     return rbi_error(status, "%s %s%s", shown, what, why);
 }
 

@@ -67,7 +67,7 @@ Test(cli_config, check)
     expect("config check bad.cfg", 1, "",
            "bad.cfg:2: memory.limt is not a setting; did you mean memory.limit?\n");
     expect("config check none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
-    expect("config check ''", 1, "", "\"\" cannot be read: the name is empty\n");
+    expect("config check ''", 1, "", "\"\" cannot be read: No such file or directory\n");
     setenv("REBATCH_MEMORY_LIMIT", "20GiB", 1);
     setenv("REBATCH_LOG_LEVEL", "debug", 1);
     expect_good("good.cfg", 1, ", 2 from the environment");
