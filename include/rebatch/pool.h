@@ -156,10 +156,9 @@ typedef struct rebatch_tag_usage {
 
 /** The format of a snapshot. */
 typedef enum rebatch_snapshot_format {
-    REBATCH_SNAPSHOT_PICKLE = 0,     /**< blocks and events for PyTorch's memory viewer */
-    REBATCH_SNAPSHOT_BLOCKS_CSV = 1, /**< one line for each block; the sum of their bytes is
+    REBATCH_SNAPSHOT_BLOCKS_CSV = 0, /**< one line for each block; the sum of their bytes is
                                           reserved_bytes */
-    REBATCH_SNAPSHOT_EVENTS_CSV = 2  /**< one line for each event, oldest first */
+    REBATCH_SNAPSHOT_EVENTS_CSV = 1  /**< one line for each event, oldest first */
 } rebatch_snapshot_format;
 
 /** The number of tags in an OOM report. */
@@ -468,12 +467,9 @@ REBATCH_API size_t rebatch_leak_format(char *text, size_t size, const rebatch_le
  *  rebatch_pool_options.events says. The call changes no block and allocates no memory: it works
  *  when memory has run out. It ends the plan of the phase. Thread-safe.
  *
- *  The pickle is the dictionary of torch.cuda.memory._snapshot(), with "segments" and
- *  "device_traces"; where PyTorch has the stack frames of an allocation, it has the block's tag.
- *  https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz` display it. Under the key
- *  "rebatch" it has all statistics and tags. docs/snapshot.md describes the formats.
+ *  docs/snapshot.md describes the formats, and how PyTorch's memory viewer displays them.
  *  @param pool    the pool
- *  @param format  pickle or CSV
+ *  @param format  blocks or events
  *  @param write   receives the bytes in order, at most 4096 in each call. It runs with the pool's
  *                 lock held and must not call the pool. Any status but REBATCH_OK ends the snapshot
  *  @param user    passed to `write`
@@ -484,7 +480,7 @@ REBATCH_API rebatch_status rebatch_pool_write_snapshot(
 
 /** Write a snapshot to a file, as rebatch_pool_write_snapshot() does. Thread-safe.
  *  @param pool    the pool
- *  @param format  pickle or CSV
+ *  @param format  blocks or events
  *  @param path    the file; an existing one is overwritten
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_IO when the file cannot be written: it may then
  *          be incomplete */

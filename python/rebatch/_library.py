@@ -59,9 +59,8 @@ class Toggle(IntEnum):
 class SnapshotFormat(IntEnum):
     """The format of a snapshot."""
 
-    PICKLE = 0
-    BLOCKS_CSV = 1
-    EVENTS_CSV = 2
+    BLOCKS_CSV = 0
+    EVENTS_CSV = 1
 
 
 class StepFlag(IntEnum):

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 static void (*const forms[])(struct rbi_sink *sink, const rebatch_pool *pool) = {
-    [REBATCH_SNAPSHOT_PICKLE] = rbi_snapshot_pickle,
     [REBATCH_SNAPSHOT_BLOCKS_CSV] = rbi_snapshot_blocks,
     [REBATCH_SNAPSHOT_EVENTS_CSV] = rbi_snapshot_events,
 };

@@ -2,6 +2,7 @@
  * Must not know where it goes. */
 #include <inttypes.h>
 #include <string.h>
+#include <time.h>
 
 #include "inspect/inspect.h"
 
@@ -24,8 +25,28 @@ static void put_tag(struct rbi_sink *sink, const char *name)
 
 /* ---- blocks ---- */
 
+/* Memory without a gap; it begins at `address`. */
+struct segment {
+    const char *address;
+    size_t bytes;
+};
+
+/* What begins at the next piece of the walk. */
+static struct segment segment_at(struct rbi_view_walk walk)
+{
+    struct segment segment = {NULL, 0};
+    struct rbi_view_piece piece;
+    while (rbi_view_next(&piece, &walk) &&
+           (segment.bytes == 0 || piece.address == segment.address + segment.bytes)) {
+        if (segment.bytes == 0)
+            segment.address = piece.address;
+        segment.bytes += piece.bytes;
+    }
+    return segment;
+}
+
 static void put_block(struct rbi_sink *sink, const rebatch_pool *pool,
-                      const struct rbi_segment *segment, const struct rbi_view_piece *piece)
+                      const struct segment *segment, const struct rbi_view_piece *piece)
 {
     static const char *const states[] = {[RBI_VIEW_FREE] = "free",
                                          [RBI_VIEW_LIVE] = "live",
@@ -58,12 +79,15 @@ void rbi_snapshot_blocks(struct rbi_sink *sink, const rebatch_pool *pool)
 {
     put_text(sink, "segment,segment_bytes,address,bytes,requested_bytes,state,stream,tag,"
                    "allocation\n");
-    struct rbi_view_walk walk = rbi_view_ranges(pool);
-    struct rbi_segment segment;
-    while (rbi_segment_next(&segment, &walk)) {
+    for (struct rbi_view_walk walk = rbi_view_ranges(pool); walk.range;
+         rbi_view_next_range(&walk)) {
+        struct segment segment = segment_at(walk);
         struct rbi_view_piece piece;
-        for (size_t i = 0; i < segment.count && rbi_view_next(&piece, &segment.pieces); i++)
+        for (struct rbi_view_walk next = walk; rbi_view_next(&piece, &walk); next = walk) {
+            if (piece.address >= segment.address + segment.bytes)
+                segment = segment_at(next);
             put_block(sink, pool, &segment, &piece);
+        }
     }
     struct rbi_view_facts facts;
     rbi_view_get_facts(&facts, pool);
@@ -102,9 +126,17 @@ static void put_event(struct rbi_sink *sink, const rebatch_pool *pool,
     put_text(sink, ",\n");
 }
 
+/* Microseconds since 1970 of rbi_now_ns() == 0. */
+static int64_t find_epoch_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000 - (int64_t)(rbi_now_ns() / 1000);
+}
+
 void rbi_snapshot_events(struct rbi_sink *sink, const rebatch_pool *pool)
 {
-    const int64_t epoch_us = rbi_snapshot_epoch_us();
+    const int64_t epoch_us = find_epoch_us();
     struct rbi_view_facts facts;
     rbi_view_get_facts(&facts, pool);
     put_text(sink, "number,time_us,action,address,bytes,stream,tag,device_free_bytes,blocks\n");

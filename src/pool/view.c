@@ -57,7 +57,6 @@ static void enter(struct rbi_view_walk *walk, const struct rbi_range *range)
     walk->range = range;
     step_to(walk, range ? range->first : NULL);
     walk->is_mapped = range && range->map;
-    walk->is_small = range && range->zone == RBI_ZONE_SMALL;
 }
 
 struct rbi_view_walk rbi_view_ranges(const rebatch_pool *pool)
@@ -151,9 +150,7 @@ void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *exten
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
-    *out = (struct rbi_view_facts){.is_mapped = pool->has_space,
-                                   .rounding_divisions = pool->rounding_divisions,
-                                   .spare_bytes = pool->vm.spare_pages * pool->page_bytes,
+    *out = (struct rbi_view_facts){.spare_bytes = pool->vm.spare_pages * pool->page_bytes,
                                    .taken_bytes = pool->vm.taken_bytes,
                                    .given_bytes = pool->vm.given_bytes,
                                    .stages = pool->stages,

@@ -47,7 +47,6 @@ struct rbi_view_walk {
     const char *at;                /* within that */
     size_t page_bytes;
     bool is_mapped; /* memory is mapped into the range; else it is one plain allocation */
-    bool is_small;  /* the range is for small blocks */
 };
 /* At the first range. */
 struct rbi_view_walk rbi_view_ranges(const rebatch_pool *pool);
@@ -66,8 +65,6 @@ void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *exten
 /* ---- counters, options, events; between open and close ---- */
 
 struct rbi_view_facts {
-    bool is_mapped; /* the pool maps memory into addresses */
-    uint32_t rounding_divisions;
     size_t spare_bytes;                /* held, and mapped nowhere */
     uint64_t taken_bytes, given_bytes; /* from and to the device, since create */
     const uint64_t *stages;            /* how often each was tried, by rebatch_pool_stage */

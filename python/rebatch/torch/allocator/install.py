@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import pickle
 import tempfile
 import threading
 import warnings
@@ -13,6 +12,7 @@ from typing import Any, ContextManager, Union
 import torch
 
 from rebatch import _library
+from rebatch import snapshot as snapshots
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import front_library, phases, settings
 from rebatch.torch.private import clear_cublas_workspaces, get_device_index, memory_fraction
@@ -264,9 +264,10 @@ def snapshot(device: _Device = None) -> dict[str, Any]:
     """
     handle = pool(device)
     with tempfile.TemporaryDirectory(prefix="rebatch-") as folder:
-        path = os.path.join(folder, "snapshot.pickle")
-        pickled = _library.SnapshotFormat.PICKLE
-        _library.check(_library.lib.rebatch_pool_save_snapshot(handle, pickled, os.fsencode(path)))
-        with open(path, "rb") as file:
-            found: dict[str, Any] = pickle.load(file)
-            return found
+        paths = []
+        for form in _library.SnapshotFormat:
+            path = os.path.join(folder, form.name)
+            save = _library.lib.rebatch_pool_save_snapshot
+            _library.check(save(handle, form, os.fsencode(path)))
+            paths.append(path)
+        return snapshots.read(*paths, device=get_device_index(device, optional=True))
