@@ -1,12 +1,8 @@
 /* Owns what is said of a probe: a table for people, an object for programs.
  * Must not know how the figures were found. */
 #include <inttypes.h>
-#include <stdio.h>
-#include <string.h>
 
 #include "launch/launch.h"
-
-#define BAR_WIDTH 20
 
 /* ---- for people ---- */
 
@@ -14,38 +10,22 @@ struct cell {
     char text[32];
 };
 
-/* Three significant digits. */
-static struct cell show_bytes(double bytes)
+static struct cell show_bytes(uint64_t bytes)
 {
-    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
     struct cell cell;
-    size_t unit = 0;
-    double value = bytes < 0 ? -bytes : bytes;
-    while (value >= 1023.5 && unit + 1 < sizeof units / sizeof *units) {
-        value /= 1024;
-        unit++;
-    }
-    const int digits = unit == 0 ? 0 : value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-    (void)snprintf(cell.text, sizeof cell.text, "%s%.*f %s", bytes < 0 ? "-" : "", digits, value,
-                   units[unit]);
-    return cell;
+    struct rbi_text t = {cell.text, sizeof cell.text, 0};
+    rbi_text_add_bytes(&t, bytes);
+    return bytes == UINT64_MAX ? (struct cell){"no limit"} : cell;
 }
 
-static struct cell show_limit(uint64_t bytes)
+/* What stays free at a peak; below zero: what is missing. */
+static struct cell show_room(uint64_t limit, uint64_t peak)
 {
-    return bytes == UINT64_MAX ? (struct cell){"no limit"} : show_bytes((double)bytes);
-}
-
-/* '#' for what is live at most, '.' for what stays free, '>' for what is beyond the limit. */
-static struct cell draw_bar(uint64_t peak_bytes, uint64_t limit_bytes)
-{
-    struct cell cell = {"["};
-    const double share = (double)peak_bytes / (double)limit_bytes;
-    const int filled = share >= 1 ? BAR_WIDTH : (int)(share * BAR_WIDTH + 0.5);
-    for (int i = 0; i < BAR_WIDTH; i++)
-        cell.text[1 + i] = i < filled ? '#' : '.';
-    cell.text[1 + BAR_WIDTH] = share > 1 ? '>' : ']';
-    cell.text[2 + BAR_WIDTH] = '\0';
+    if (limit >= peak)
+        return show_bytes(limit - peak);
+    struct cell cell = {"-"};
+    struct rbi_text t = {cell.text, sizeof cell.text, 1};
+    rbi_text_add_bytes(&t, peak - limit);
     return cell;
 }
 
@@ -53,26 +33,17 @@ static void add_row(struct rbi_text *t, const struct rbi_probe_result *result,
                     const struct rbi_probe_row *row)
 {
     const rebatch_prediction *prediction = &row->prediction;
-    const bool has_limit = result->limit_bytes != UINT64_MAX;
     const uint64_t peak = row->has_prediction ? prediction->peak_bytes : row->measured_bytes;
-    struct cell predicted = {"-"}, measured = {"-"}, room = {"-"}, bar = {""};
-    if (row->has_prediction)
-        predicted = show_bytes((double)prediction->peak_bytes);
-    if (row->ran)
-        measured = show_bytes((double)row->measured_bytes);
-    if (has_limit && peak > 0) {
-        room = show_bytes((double)result->limit_bytes - (double)peak);
-        bar = draw_bar(peak, result->limit_bytes);
-    }
-    char text[256];
-    struct rbi_text line = {text, sizeof text, 0};
-    rbi_text_add(&line, "%11zu  %5" PRIu64 "  %10s  %10s  %10s  %s  %s", prediction->size,
+    const struct cell none = {"-"}, failed = {"failed"};
+    const struct cell predicted = row->has_prediction ? show_bytes(peak) : none;
+    const struct cell measured = row->failed ? failed
+                                 : row->ran  ? show_bytes(row->measured_bytes)
+                                             : none;
+    const struct cell room =
+        result->limit_bytes != UINT64_MAX && peak > 0 ? show_room(result->limit_bytes, peak) : none;
+    rbi_text_add(t, "%11zu  %5" PRIu64 "  %10s  %10s  %10s%s%s\n", prediction->size,
                  (result->total + prediction->size - 1) / prediction->size, predicted.text,
-                 row->failed ? "failed" : measured.text, room.text, bar.text, row->remark);
-    size_t length = rbi_min(line.length, sizeof text - 1);
-    while (length > 0 && text[length - 1] == ' ')
-        length--;
-    rbi_text_add(t, "%.*s\n", (int)length, text);
+                 measured.text, room.text, row->remark[0] ? "  " : "", row->remark);
 }
 
 static void add_head(struct rbi_text *t, const struct rbi_probe_result *result)
@@ -82,35 +53,10 @@ static void add_head(struct rbi_text *t, const struct rbi_probe_result *result)
         rbi_text_add(t, ", cost %" PRIu64, result->total);
     rbi_text_add(t, "\ndevice  %s, %s", result->device,
                  result->device_bytes == UINT64_MAX ? "no cap"
-                                                    : show_limit(result->device_bytes).text);
+                                                    : show_bytes(result->device_bytes).text);
     if (result->limit_bytes != UINT64_MAX)
-        rbi_text_add(t, "; %s for the pool", show_limit(result->limit_bytes).text);
+        rbi_text_add(t, "; %s for the pool", show_bytes(result->limit_bytes).text);
     rbi_text_add(t, "\n\n");
-}
-
-static bool is_predicted_to_fit(const struct rbi_probe_result *result, size_t size)
-{
-    for (size_t i = 0; i < result->row_count; i++)
-        if (result->rows[i].prediction.size == size && result->rows[i].has_prediction)
-            return result->rows[i].prediction.fits;
-    return true;
-}
-
-static void add_twice(struct rbi_text *t, const struct rbi_probe_result *result)
-{
-    const rebatch_probe_report *report = &result->report;
-    if (report->twice_bytes == 0)
-        return;
-    rbi_text_add(t, "twice that, %zu, needs %s", 2 * report->size,
-                 show_bytes((double)report->twice_bytes).text);
-    if (result->limit_bytes == UINT64_MAX)
-        rbi_text_add(t, "\n");
-    else if (report->twice_bytes > result->limit_bytes)
-        rbi_text_add(t, ", %s more than there is\n",
-                     show_bytes((double)(report->twice_bytes - result->limit_bytes)).text);
-    else
-        rbi_text_add(t, is_predicted_to_fit(result, 2 * report->size) ? ", which is there\n"
-                                                                      : ", which does not fit\n");
 }
 
 void rbi_probe_add_table(struct rbi_text *t, const struct rbi_probe_result *result)
@@ -125,7 +71,6 @@ void rbi_probe_add_table(struct rbi_text *t, const struct rbi_probe_result *resu
     rbi_text_add(t, "\nlargest %s: %zu, in %" PRIu64 " accumulation step%s; %s\n",
                  result->by_cost ? "budget of cost" : "micro-batch", report->size, steps,
                  steps == 1 ? "" : "s", rebatch_confidence_text(report->confidence));
-    add_twice(t, result);
     if (report->saved != REBATCH_SAVED_NONE)
         rbi_text_add(t, "saved: %s\n", rebatch_saved_size_text(report->saved));
     rbi_text_add(t, "%u micro-batch%s ran in %.2f s, %u of them out of memory\n",
