@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "config/settings.h"
@@ -185,6 +186,34 @@ Test(config_load, included_files_and_their_lines)
     expect_value(config, "batch.start", "8", "t.cfg:1");
     expect_value(config, "memory.limit", "\"90%\"", "more.cfg:3");
     expect_value(config, "log.level", "\"warn\"", "t.cfg:4");
+    rebatch_config_free(config);
+}
+
+/* A path starts where the including file is; what follows it is still of that file's lines. */
+Test(config_load, included_files_of_a_folder_and_of_a_group)
+{
+    cr_assert(mkdir("sub", 0700) == 0);
+    config_write("sub/b.cfg", "start = 8;\n  @include \"c.cfg\"\nlargest = 64;");
+    config_write("sub/c.cfg", "\nsmallest = 2;");
+    config_write("t.cfg", "batch = {\n@include \"sub/b.cfg\"\n}; log = { level = \"warn\"; };");
+    rebatch_config *config = load("t.cfg");
+    expect_value(config, "batch.start", "8", "sub/b.cfg:1");
+    expect_value(config, "batch.smallest", "2", "sub/c.cfg:2");
+    expect_value(config, "batch.largest", "64", "sub/b.cfg:3");
+    expect_value(config, "log.level", "\"warn\"", "t.cfg:3");
+    rebatch_config_free(config);
+    cr_assert(unlink("sub/b.cfg") == 0 && unlink("sub/c.cfg") == 0 && rmdir("sub") == 0);
+}
+
+/* Comments go, wherever they stand; what looks like one in a text stays, and so do lines. */
+Test(config_load, comments_marks_and_line_ends)
+{
+    config_write("t.cfg", "\xef\xbb\xbf# a mark of UTF-8 came first\r\n"
+                          "batch/**/=/**/{ start = 0xFFFFFFFF; }; // @include \"not-there\"\r\n"
+                          "/* 3\n4 */ log = { file = \"a # b // c /* d @e\"; }; # the end");
+    rebatch_config *config = load("t.cfg");
+    expect_value(config, "batch.start", "4294967295", "t.cfg:2");
+    expect_value(config, "log.file", "\"a # b // c /* d @e\"", "t.cfg:4");
     rebatch_config_free(config);
 }
 
