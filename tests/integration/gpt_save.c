@@ -640,7 +640,7 @@ Test(gpt_save, a_process_that_dies_while_it_writes_leaves_the_old_file)
 {
     enum { CASES = 6 };
     const struct run_options options = tiny_run();
-    char kept[CASES][80], hashes[3][GPT_HASH_TEXT_BYTES];
+    char kept[CASES][96], hashes[3][GPT_HASH_TEXT_BYTES];
     for (size_t i = 0; i < CASES; i++) {
         const size_t bytes[CASES] = {0, 30, 650, 100001, 900001, 1390000};
         const pid_t child = fork();
