@@ -50,6 +50,9 @@ PRIVATE = {
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Settings of a Trainer that must be the same on all ranks.
 _SHARED = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "precision")
+# Of which one is among the bases of a strategy that Rebatch can train with.
+_SHARDING = "ModelParallelStrategy"
+_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", _SHARDING}
 # Methods of a precision plugin that update the parameters.
 _OF_THE_UPDATE = ("optimizer_step", "clip_gradients", "_after_closure")
 # Methods of a strategy that run a batch without training.
@@ -79,9 +82,11 @@ class Rebatch(Callback):
     memory runs out. Where training_step returns None for a micro-batch, that adds nothing, and
     where it does so for all of them, Lightning skips the batch.
 
-    It refuses manual optimization, and strategies other than one device and DDP. With DDP each rank
-    has its own micro-batches, and the gradients of each batch are reduced once, also where
-    accumulate_grad_batches is more than 1.
+    It refuses manual optimization, and strategies other than one device, DDP, and
+    ModelParallelStrategy where configure_model() calls fully_shard() (FSDP2) alone. Each rank has
+    its own micro-batches, and the gradients of each batch are reduced once, also where
+    accumulate_grad_batches is more than 1. Where whole parameters do not fit, fully_shard() reduces
+    those of each micro-batch.
 
     With check=True the first batch is checked before it trains, as by rebatch.torch.Step.check:
     what was found is printed, and a mistake raises ValueError. check=["batch_norm"] accepts
@@ -132,6 +137,7 @@ class Rebatch(Callback):
         self._evaluation = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _refuse_without_shards(trainer, pl_module)
         self._step = _TrainingStep(trainer, self._options)
         if self._state:
             self._step.backward.load_state_dict(self._state)
@@ -174,9 +180,13 @@ def _refuse_what_cannot_work(trainer: Any, module: Any) -> None:
         raise ValueError(
             f"rebatch: training_step of {name} takes dataloader_iter: expected it to take a batch"
         )
-    is_known = "SingleDeviceStrategy" in kinds or "DDPStrategy" in kinds
-    if not is_known or "DeepSpeedStrategy" in kinds:
-        raise ValueError(f"rebatch: the strategy is a {kinds[0]}: expected a single device, or DDP")
+    if "DeepSpeedStrategy" in kinds or not _STRATEGIES.intersection(kinds):
+        raise ValueError(
+            f"rebatch: the strategy is a {kinds[0]}: expected a single device, DDP, or "
+            "ModelParallelStrategy with fully_shard() (FSDP2)"
+        )
+    if _SHARDING in kinds:
+        _refuse_what_cannot_be_sharded(trainer)
     if strategy.root_device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"rebatch: the device is of type {strategy.root_device.type!r}: expected 'cuda' or "
@@ -187,6 +197,29 @@ def _refuse_what_cannot_work(trainer: Any, module: Any) -> None:
         raise ValueError(
             f"rebatch: this version of Lightning has no {', '.join(missing)}: expected one of the "
             "versions 2.2 to 2.6"
+        )
+
+
+def _refuse_what_cannot_be_sharded(trainer: Any) -> None:
+    parallel = trainer.strategy.device_mesh["tensor_parallel"].size()
+    if parallel > 1:
+        raise ValueError(
+            f"rebatch: ModelParallelStrategy has a tensor_parallel_size of {parallel}: expected "
+            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1) with N processes"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            "rebatch: ModelParallelStrategy has a GradScaler: expected the precision 'bf16-mixed', "
+            "'bf16-true' or '32-true'"
+        )
+
+
+def _refuse_without_shards(trainer: Any, module: Any) -> None:
+    is_sharding = any(kind.__name__ == _SHARDING for kind in type(trainer.strategy).__mro__)
+    if is_sharding and not any(hasattr(m, "set_requires_gradient_sync") for m in module.modules()):
+        raise ValueError(
+            f"rebatch: configure_model of {type(module).__name__} calls no fully_shard(): expected "
+            "fully_shard() of all that is trained, or DDP"
         )
 
 
@@ -261,7 +294,15 @@ class _TrainingStep:
         return self._update.run(lambda: self._plain["optimizer_step"](*arguments, **keywords))
 
     def clip_gradients(self, *arguments: Any, **keywords: Any) -> None:
-        self._update.clip(lambda: self._plain["clip_gradients"](*arguments, **keywords))
+        plain = functools.partial(self._plain["clip_gradients"], *arguments, **keywords)
+        given = inspect.signature(self._plain["clip_gradients"]).bind(*arguments, **keywords)
+        given.apply_defaults()
+        optimizer, largest, kind = given.args
+        if kind == "norm" and largest > 0:
+            parameters = [*self._precision.main_params(optimizer)]
+            self._update.clip_to(largest, parameters, plain)
+        else:
+            self._update.clip(plain)
 
     def _after_closure(self, *arguments: Any, **keywords: Any) -> None:
         """Hooks and clipping. The optimizer's step comes next."""

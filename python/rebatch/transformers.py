@@ -48,6 +48,7 @@ _OF_PAIRS = (
     "RewardTrainer",
     "RLOOTrainer",
 )
+_ITEMS = "num_items_in_batch"  # an argument of training_step
 # In the states of a TrainerState.
 _STATE = "rebatch"
 # Losses whose quotient differs by less are the same, in bfloat16 too.
@@ -93,7 +94,7 @@ class RebatchMixin(_Trainer):
         self, model: Any, inputs: Any, num_items_in_batch: Any = None, **keywords: Any
     ) -> torch.Tensor:
         """Forward and backward of one batch, in micro-batches that fit."""
-        return self._rebatch(model, inputs, {"num_items_in_batch": num_items_in_batch, **keywords})
+        return self._rebatch(model, inputs, {_ITEMS: num_items_in_batch, **keywords})
 
     def prediction_step(
         self, model: Any, inputs: Any, *arguments: Any, **keywords: Any
@@ -136,11 +137,13 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
 
     The other arguments are those of transformers.Trainer. With the loss are logged the size of the
     micro-batches, rebatch/micro, and the OOMs since the line before, rebatch/ooms. It refuses
-    DataParallel, FSDP, DeepSpeed, tensor and context parallelism, auto_find_batch_size, optimizers
-    that update within the backward pass, and trl's trainers of pairs and groups, such as
-    DPOTrainer, unless rebatch={...} has slice and length, or micro_multiple_of, which keep such
-    rows together. With DDP each rank has its own micro-batches, and the gradients of each batch are
-    reduced once, also where gradient_accumulation_steps is more than 1."""
+    DataParallel, FSDP1, FSDP2 with fp16 or with parameters in host memory, HSDP, DeepSpeed, tensor
+    and context parallelism, auto_find_batch_size, optimizers that update within the backward pass,
+    and trl's trainers of pairs and groups, such as DPOTrainer, unless rebatch={...} has slice and
+    length, or micro_multiple_of, which keep such rows together. With DDP and FSDP2 each rank has
+    its own micro-batches, and the gradients of each batch are reduced once, also where
+    gradient_accumulation_steps is more than 1. Where whole parameters do not fit, FSDP2 reduces
+    those of each micro-batch. With FSDP2 evaluate() and predict() run each batch as a whole."""
 
 
 def missing_names(trainer: Any) -> List[str]:
@@ -156,18 +159,22 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
             "newer, up to 5"
         )
     args, accelerator = trainer.args, trainer.accelerator
+    sharding = _sharding_of(trainer)
     refused = {
         "DataParallel on several GPUs": args.n_gpu > 1,
-        "FSDP": trainer.is_fsdp_enabled,
+        "FSDP1": trainer.is_fsdp_enabled and getattr(sharding, "fsdp_version", 1) != 2,
+        "FSDP of XLA": getattr(trainer, "is_fsdp_xla_enabled", False),
+        "FSDP with parameters in host memory": _keeps_on_host(sharding),
+        "FSDP with fp16": trainer.is_fsdp_enabled and args.fp16,
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "tensor or context parallelism": getattr(accelerator, "parallelism_config", None),
+        "tensor or context parallelism, or HSDP": getattr(accelerator, "parallelism_config", None),
         f"a device of type {args.device.type}": args.device.type not in ("cpu", "cuda"),
     }
     for what, is_there in refused.items():
         if is_there:
             raise ValueError(
                 f"rebatch: the Trainer uses {what}: expected one GPU for each process, alone or "
-                "with DDP"
+                "with DDP, or with FSDP2 in float32 or bf16"
             )
     if args.auto_find_batch_size:
         raise ValueError(
@@ -180,6 +187,16 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
             f"rebatch: optim is {optim!r}, which updates within the backward pass: expected an "
             "optimizer that updates after it"
         )
+
+
+def _sharding_of(trainer: Any) -> Any:
+    """accelerate's plugin for FSDP, or None."""
+    return trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+
+
+def _keeps_on_host(sharding: Any) -> bool:
+    offload = getattr(sharding, "cpu_offload", None)
+    return offload is True or type(offload).__name__ == "CPUOffloadPolicy"
 
 
 def _refuse_pairs(trainer: Any, options: Dict[str, Any]) -> None:
@@ -275,9 +292,12 @@ class _TrainingStep:
         return step
 
     def _guarded_clip(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, *arguments: Any, **keywords: Any) -> Any:
+        def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
             parameters = list(parameters)  # for a second attempt
-            return self._update.clip(lambda: plain(parameters, *arguments, **keywords))
+            again = functools.partial(plain, parameters, max_norm, norm_type)
+            if norm_type != 2:
+                return self._update.clip(again)
+            return self._update.clip_to(max_norm, parameters, again)
 
         return clip
 
@@ -306,16 +326,21 @@ class _TrainingStep:
         part = self._cut.part(inputs, first, count, samples)
         self._weight: Optional[torch.Tensor] = None
         if count < samples:
-            items = self._arguments["num_items_in_batch"]
+            items = self._arguments[_ITEMS]
             assert self.backward is not None  # it runs
-            if not self.weigher.divides(self.backward.model, inputs, samples, items):
+            model = self.backward.model
+            if self._is_sharded() or not self.weigher.divides(model, inputs, samples, items):
                 self._weight = self.weigher.weight(inputs, samples, part, count)
         return part
 
     def _loss(self, model: Any, part: Any) -> torch.Tensor:
         given: List[tuple[Any, ...]] = []
+        arguments = self._arguments
+        asks = arguments[_ITEMS] is not None and self.weigher.is_divided is None
+        if asks and self._is_sharded():
+            arguments = {**arguments, _ITEMS: self.weigher.once_and_twice(arguments[_ITEMS])}
         with _replaced_backward(self._trainer.accelerator, given):
-            self._plain(model, part, **self._arguments)
+            self._plain(model, part, **arguments)
         if len(given) != 1:
             raise ValueError(
                 f"rebatch: training_step calls accelerator.backward() {len(given)} times: "
@@ -323,9 +348,15 @@ class _TrainingStep:
             )
         loss: torch.Tensor = given[0][0]
         self._keywords = given[0][1]
-        if self._weight is None:
+        if arguments is not self._arguments:
+            loss = self.weigher.told_by(loss)
+        if self._weight is None or self.weigher.is_divided:
             return loss
         return _weighted(loss, self._weight)
+
+    def _is_sharded(self) -> bool:
+        """A pass of one rank alone would wait for those of the others."""
+        return self.backward is not None and self.backward.is_sharded
 
 
 def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -369,6 +400,22 @@ class _Weigher:
                 return bool(self._trainer.model_accepts_loss_kwargs)
             self.is_divided = _is_divided(once, twice)
         return self.is_divided
+
+    def once_and_twice(self, items: Any) -> torch.Tensor:
+        """A number of items with which the loss of a micro-batch tells it, without another pass: a
+        loss that is divided by it has two values."""
+        number = torch.as_tensor(items, device=self._trainer.args.device)
+        return torch.stack((number, 2 * number))
+
+    def told_by(self, loss: torch.Tensor) -> torch.Tensor:
+        """Note what a loss with once_and_twice() tells. Returns the loss."""
+        if loss.dim() == 0:
+            self.is_divided = False
+            return loss
+        once, twice = loss.tolist()
+        if once != 0 and math.isfinite(once):  # else the next micro-batch tells
+            self.is_divided = _is_divided(once, twice)
+        return loss[0]
 
     def _losses_of_one(
         self, model: Any, inputs: Any, samples: int, items: tuple[Any, ...]
@@ -438,6 +485,7 @@ def _predicts_next(model: Any) -> bool:
 def _can_checkpoint(trainer: Any) -> bool:
     names = ("activation_checkpointing", "gradient_checkpointing")  # the new one and the old one
     is_on = any(getattr(trainer.args, name, False) for name in names)
+    is_on = is_on or getattr(_sharding_of(trainer), "activation_checkpointing", False)
     return getattr(trainer.model, "supports_gradient_checkpointing", False) and not is_on
 
 
@@ -461,6 +509,9 @@ class _PredictionStep:
     def __call__(
         self, model: Any, inputs: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]
     ) -> Tuple[Any, Any, Any]:
+        if self._trainer.is_fsdp_enabled:  # a part of one rank alone would wait for the others
+            whole: Tuple[Any, Any, Any] = self._plain(model, inputs, *arguments, **keywords)
+            return whole
         items: List[Any] = []
 
         def run(part: Any) -> Tuple[Any, Any, Any]:
@@ -470,7 +521,7 @@ class _PredictionStep:
 
         results = self._parts(self._trainer.args.device, run, inputs, key=1)
         if len(results) == 1:
-            whole: Tuple[Any, Any, Any] = results[0][1]
+            whole = results[0][1]
             return whole
         losses = [(count, result[0]) for count, result in results]
         loss = self._loss(model, inputs, losses, items[0] if items else None)

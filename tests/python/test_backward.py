@@ -46,6 +46,7 @@ def test_backward_has_what_a_trainer_calls_and_no_more():
     assert public == {
         *("model", "device", "parameters", "samples", "report", "outputs"),
         *("available_bytes", "kind_of_update", "state_dict", "load_state_dict"),
+        *("is_sharded", "knows_norm", "clip"),
     }
     assert not issubclass(Backward, rebatch.Step)
     model, _, loss_fn = make("mlp")

@@ -89,6 +89,9 @@ def _train(fails_at, is_failing, is_low, failing_step=1, times=1):
     mode, error, batch = FailAt(fails_at if is_failing else 0, times), None, own_batch()
     torch.manual_seed(dist.get_rank())
     for number in range(3):
+        with torch.no_grad():  # it leaves parameters whole, and an order of its own
+            loss_fn(model.eval(), batch)
+        model.train()
         try:
             with mode if number == failing_step and fails_at else contextlib.nullcontext():
                 step(batch)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from rebatch.torch.trainers.backward import Backward
 import models
 from models import FailAt, fails_above, placed, same_bits
 from trained import RANK_OF_FAILURES, error_of, failing, failures_of, gone, step_of, swept
@@ -397,7 +396,6 @@ def refused():
     note("inplace", lambda: make_step(fine, gradients="inplace"))
     note("group", lambda: make_step(fine, group=False))
     note("check", lambda: make_step(fine).check(own_batch()))
-    note("backward", lambda: Backward(fine, adam(fine), loss_fn, group_timeout=60.0))
     ignoring = plain()
     fully_shard(ignoring, mesh=mesh, ignored_params={ignoring[2].bias})
     note("ignored", lambda: make_step(ignoring))

@@ -114,8 +114,10 @@ class Callbacks:
         running.told.begin()
         undo.begin(batch, is_training)
         self._trained, self._kept = self._update.with_gradients(undo.tree.entries())
-        if self._ranks and self._ranks.window:
-            self._trained, self._kept = self._ranks.window.trained(), []
+        window = self._ranks.window if self._ranks else None
+        if window:
+            self._trained = window.trained()
+            self._kept = window.shards() if self._update.adds_to_gradients else []
 
     def begin_step(self) -> None:
         """The batch trains."""

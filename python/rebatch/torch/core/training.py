@@ -326,19 +326,19 @@ def training_of(
     group_timeout: float = 300.0,
     window: Optional[bool] = None,
     shared: Optional[Dict[str, str]] = None,
-    updates: bool = True,
+    update: Optional[Update] = None,
     **options: Any,
 ) -> Training:
     """That of the arguments of a Step, which are checked. `shared` is what else must be the same on
-    all ranks. Without `updates` a trainer steps the optimizer, whatever is in it. All ranks call
-    this together."""
+    all ranks. An `update` is that of a trainer, which steps the optimizer, whatever is in it. All
+    ranks call this together."""
     if gradients not in ("fresh", "inplace"):
         raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
     try:
         program = Program(
             model,
             loss_fn,
-            Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
+            update or Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
             Cut(batch_dim, slice, length),
             normalizer=normalizer,
             autocast=autocast,
@@ -350,7 +350,7 @@ def training_of(
             options=options,
         )
         check_arguments(program)
-        if updates:
+        if not update:
             check_match(program.modules, program.update, state)
         parts = named_state(state)
     except (TypeError, ValueError) as error:

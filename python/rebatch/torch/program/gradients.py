@@ -45,6 +45,8 @@ class Accumulators:
     Gradients of before the batch that keep_earlier() names are added to the sums when these are
     exposed. Until then they stay as they are."""
 
+    norm: Optional[torch.Tensor] = None  # of all gradients, where it is known
+
     def __init__(self) -> None:
         self._parameters: List[torch.nn.Parameter] = []
         # In their order. A tensor's own hash is a function in Python, so there is no dict of them.

@@ -183,6 +183,8 @@ def check_optimizer(name: str, value: Any) -> None:
 class Update:
     """The optimizers' step, with a GradScaler, clipping and schedulers."""
 
+    adds_to_gradients = False  # a batch adds its gradients to those of before
+
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -230,6 +232,11 @@ class Update:
         """After one that failed: groups that it added are gone."""
         for optimizer, count in zip(self.optimizers, self._group_counts[point]):
             del optimizer.param_groups[count:]
+
+    @property
+    def needs_norm(self) -> bool:
+        """Of all gradients."""
+        return self.clip is not None
 
     @property
     def reads_gradients(self) -> bool:

@@ -17,6 +17,8 @@ from rebatch.torch.session.report import Report
 class _NoUpdate(Update):
     """The gradients of all parameters that a trainer may update, and the memory of its update."""
 
+    adds_to_gradients = True
+
     def __init__(
         self,
         parameters: Callable[[], Iterable[torch.nn.Parameter]],
@@ -31,6 +33,10 @@ class _NoUpdate(Update):
             self._given_backward(loss)
         else:
             super().backward(loss)
+
+    @property
+    def needs_norm(self) -> bool:
+        return True  # the trainer may clip
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -62,6 +68,9 @@ class Backward:
     An OOM leads to smaller micro-batches; what was in .grad is added once. Memory for the
     optimizer's first step is made free. After an exception .grad is as it was before.
 
+    With a model of fully_shard() the gradients in .grad are those of all ranks, and clip() scales
+    them.
+
     Args:
         backward: backward(loss), instead of loss.backward(), for example to scale the loss
         check: check the first batch, and print what was found; a mistake raises ValueError. True,
@@ -92,18 +101,14 @@ class Backward:
         **options: Any,
     ):
         named = {name: str(value) for name, value in (shared or {}).items()}
+        update = _NoUpdate(model.parameters, optimizer, backward)
         self._training = training_of(
-            model, optimizer, loss_fn, shared=named, updates=False, **options
+            model, optimizer, loss_fn, shared=named, update=update, **options
         )
-        if self._training.running.has_window:
-            raise ValueError(
-                "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
-                "by collectives: expected a loop with a Step, or DistributedDataParallel"
-            )
+        self._summed: List[Tuple[torch.Tensor, int]] = []  # gradients of which the norm is known
         self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
         self._is_to_check = check is not False
         program = self._training.program
-        program.update = _NoUpdate(model.parameters, optimizer, backward)
         program.loss_name, program.owners = loss_name, list(owners)
         program.functions = None if functions is None else list(functions)
         program.aside, program.cut.within = aside or program.aside, within
@@ -117,6 +122,11 @@ class Backward:
     def device(self) -> torch.device:
         """That of the first parameter, now."""
         return self._training.program.device
+
+    @property
+    def is_sharded(self) -> bool:
+        """The model is one of fully_shard()."""
+        return self._training.running.has_window
 
     @property
     def report(self) -> Report:
@@ -159,7 +169,29 @@ class Backward:
         """The passes of one batch. Returns its loss: a detached scalar, on the device."""
         if self._is_to_check:
             self._check_first(batch)
-        return self._training.run(batch)
+        self._summed = []
+        loss = self._training.run(batch)
+        if self.is_sharded:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            self._summed = [(g, _version_of(g)) for g in gradients]
+        return loss
+
+    # ---- clipping a model of fully_shard() ----
+
+    def knows_norm(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether the batch has found the norm of their gradients, which are as it left them."""
+        if self._training.callbacks.accumulators.norm is None:
+            return False
+        now = {id(p.grad) for p in parameters if p.grad is not None}
+        return now == {id(g) for g, version in self._summed if version == _version_of(g)}
+
+    def clip(self, largest: float) -> torch.Tensor:
+        """Scale gradients whose norm is known so that it is at most `largest`: the norm before.
+        Makes no collective; after an OOM it may be called again."""
+        norm = self._training.callbacks.accumulators.norm
+        assert norm is not None
+        self._training.program.update.clip_gradients(self.parameters, largest)
+        return norm.float()
 
     def _check_first(self, batch: Any) -> None:
         self._is_to_check = False
@@ -171,3 +203,9 @@ class Backward:
                 "expected none; check=[kind, ...] accepts those that are meant to be so\n"
                 f"{found}"
             )
+
+
+def _version_of(gradient: Any) -> int:
+    """Another one after each operation that has changed it, or this rank's part of it, in place."""
+    version: int = gradient._version + gradient.to_local()._version
+    return version

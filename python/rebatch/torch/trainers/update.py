@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import gc
 import operator
-from typing import Any, Callable, Counter, Dict, List, Optional
+from typing import Any, Callable, Counter, Dict, List, Optional, Sequence
 
 import torch
 
@@ -35,12 +35,23 @@ class TrainerUpdate:
 
     # ---- clipping ----
 
-    def clip(self, body: Callable[[], Any]) -> Any:
-        """Run a trainer's clipping. Raises Exhausted; the parameters are then as they were."""
+    def clip_to(
+        self, largest: float, parameters: Sequence[torch.Tensor], body: Callable[[], Any]
+    ) -> Any:
+        """clip() of these parameters' gradients to a norm. Those of fully_shard() have one already,
+        unless the program has changed them."""
+        backward = self._backward
+        if backward.is_sharded and backward.knows_norm(parameters):
+            return self.clip(lambda: backward.clip(largest))
+        return self.clip(body, attempts=1 if backward.is_sharded else 2)
+
+    def clip(self, body: Callable[[], Any], attempts: int = 2) -> Any:
+        """Run a trainer's clipping, once where it has collectives. Raises Exhausted; the parameters
+        are then as they were."""
         gradients = self._gradients()  # held, so that no other tensor takes the place of one
         versions = [g._version for g in gradients]
         text = ""
-        for _ in range(2):
+        for _ in range(attempts):
             try:
                 return body()
             except Exception as error:

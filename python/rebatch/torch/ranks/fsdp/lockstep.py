@@ -22,7 +22,12 @@ from rebatch.torch.session.session import Lost
 
 # Of a group, in a step: the reduction is a sum, since losses are weighted by the samples of all
 # ranks.
-_OPEN = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
+_OPEN = {
+    "gradient_divide_factor": 1.0,
+    "force_sum_reduction_for_comms": True,
+    "reduce_grads": True,  # also within a trainer's no_sync()
+    "all_reduce_grads": True,
+}
 _TRIES = 3
 
 
@@ -110,11 +115,20 @@ class Lockstep(Window):
         if self._kept:
             return
         self.begin_pass()
+        self._forget_evaluation()
         for group in self._groups:
             self._kept.append({name: getattr(group, name) for name in _OPEN})
             vars(group).update(_OPEN)
             group._all_gather_comm = _Comm(group._all_gather_comm, self)
             group._reduce_scatter_comm = _Comm(group._reduce_scatter_comm, self)
+
+    def _forget_evaluation(self) -> None:
+        """A pass without gradients leaves parameters whole, and an order for the next backward
+        pass, so that the next micro-batch would have other collectives."""
+        earlier = [(p, p.grad) for p in self.shards()]
+        self.reset()
+        for p, gradient in earlier:
+            p.grad = gradient
 
     def close(self) -> None:
         """The model has its settings again. Makes no collective."""

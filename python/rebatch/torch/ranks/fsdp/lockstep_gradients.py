@@ -3,7 +3,7 @@ rank has its part. What is left is the loss and the norm."""
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, List, Sequence, Tuple
+from typing import Any, Iterable, List, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -48,10 +48,12 @@ class LockstepAccumulators(ShardedAccumulators):
             return
         if self.is_on_host:
             self._from_host(loss.device)
+        given = [total if has_sum else None for total, has_sum in zip(self._sums, self._has_sum)]
+        self._sums = self._with_earlier(given)
+        self._has_sum = [total is not None for total in self._sums]
         if not self._is_summed:
             self._numbers = torch.zeros(USED, dtype=torch.float64, device=loss.device)
-            given: Iterator[Tuple[Any, bool]] = zip(self._sums, self._has_sum)
-            self._note_parts(_parts(total for total, has_sum in given if has_sum), loss, 1)
+            self._note_parts(_parts(total for total in self._sums if total is not None), loss, 1)
             self._sum_numbers()
         self._take_numbers(loss)
         self._is_done = True

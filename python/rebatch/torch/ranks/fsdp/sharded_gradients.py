@@ -3,13 +3,13 @@ beside them, so that all clip alike, and a GradScaler decides alike, without mor
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence
+from typing import Any, Dict, List, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from rebatch.torch.private import foreach_mul_, foreach_norm
+from rebatch.torch.private import foreach_add_, foreach_mul_, foreach_norm
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.ranks.fsdp.window_reduction import lost_if_failed
 from rebatch.torch.session.gpu_wait import Work
@@ -31,7 +31,23 @@ class ShardedAccumulators(SharedAccumulators):
         """Nothing is summed over the ranks yet."""
         self._is_summed = self._is_done = self._is_unscaled = False
         self._numbers: Any = None  # a tensor, once it is needed
-        self._norm: Optional[torch.Tensor] = None
+        self.norm = None
+
+    def restore_earlier(self) -> None:
+        for p in self._model.shards():
+            p.grad = None
+        super().restore_earlier()
+
+    @torch.no_grad()
+    def _with_earlier(self, gradients: List[Any]) -> List[Any]:
+        """Those of this rank's parts, and what they are added to. May be called again."""
+        kept: Dict[int, Any] = {id(p): gradient for p, gradient in self._earlier}
+        earlier = [kept.get(id(p)) for p in self._model.shards()]
+        both = [(g, e) for g, e in zip(gradients, earlier) if g is not None and e is not None]
+        if both and not self._has_earlier:
+            foreach_add_([g.to_local() for g, _ in both], [e.to_local() for _, e in both])
+        self._has_earlier = True
+        return [e if g is None else g for g, e in zip(gradients, earlier)]
 
     def sums(self) -> Work:
         """NCCL's collectives, which have only ordered streams."""
@@ -66,7 +82,7 @@ class ShardedAccumulators(SharedAccumulators):
 
     def _take_numbers(self, loss: torch.Tensor) -> None:
         loss.copy_(self._numbers[LOSS])
-        self._norm = self._numbers[SQUARES].sqrt()
+        self.norm = self._numbers[SQUARES].sqrt() if self.has_norm else None
 
     def unscale(self, scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Tell a GradScaler that finish() has unscaled the gradients, and what all ranks found: it
@@ -81,9 +97,9 @@ class ShardedAccumulators(SharedAccumulators):
     def clip(self, _parameters: Sequence[torch.Tensor], largest: float) -> None:
         """Scale the gradients so that their norm over all ranks is at most `largest`. Makes no
         collective; a second call changes nothing."""
-        if self._norm is None:
+        if self.norm is None:
             return
-        scale = (largest / (self._norm + 1e-6)).clamp(max=1.0)
+        scale = (largest / (self.norm + 1e-6)).clamp(max=1.0)
         parts = [p.grad.to_local() for p in self._model.shards() if p.grad is not None]
         foreach_mul_(parts, [scale.to(part) for part in parts])  # allocates nothing
-        self._norm = None
+        self.norm = None

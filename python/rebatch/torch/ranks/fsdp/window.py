@@ -22,17 +22,21 @@ def window_of(
     group: Any,
     make: Callable[[torch.nn.Module], "Window"],
 ) -> Optional["Window"]:
-    """What make() makes of the root of a Step's modules; None where none is one of
-    fully_shard()."""
-    found = [m for m in modules.modules() if hasattr(m, "_get_fsdp_state")]
+    """What make() makes of the root of a Step's modules, which has all parameters that are trained;
+    None where no module is one of fully_shard()."""
+    found: List[Any] = [m for m in modules.modules() if hasattr(m, "_get_fsdp_state")]
     if not found:
         return None
-    if len(list(modules)) > 1 or found[0] is not modules[0]:
+    for module in found:  # a pass without gradients leaves parameters whole
+        module.reshard()
+    root = found[0]
+    trained = {p for p in modules.parameters() if p.requires_grad}
+    if len(list(modules)) > 1 or not trained <= set(root.parameters()):
         raise ValueError(
             "rebatch: fully_shard() was called for parts of the model: expected one model, and "
-            "fully_shard() of the model itself after that of its parts"
+            "fully_shard() of all that is trained, after that of its parts"
         )
-    window = make(found[0])
+    window = make(root)
     if group not in (None, True, window.group):
         raise ValueError(
             f"rebatch: group is {group!r}, and the model is one of fully_shard(): expected no group"

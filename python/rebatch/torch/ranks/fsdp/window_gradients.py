@@ -38,7 +38,7 @@ class WindowAccumulators(ShardedAccumulators):
         if self._is_done:
             return
         self._reduce_all()
-        gradients = self._model.reduced()
+        gradients = self._with_earlier(self._model.reduced())
         if not self._is_summed:
             self._note(loss, gradients)
             self._sum_numbers()
@@ -47,8 +47,9 @@ class WindowAccumulators(ShardedAccumulators):
             self.sums().wait(self._timeout_seconds)  # before they are read
             used = self._numbers[USED:].tolist()
         self._take_numbers(loss)
+        kept = {id(p) for p, _ in self._earlier}
         for p, gradient, count in zip(self._model.shards(), gradients, used):
-            p.grad = gradient if count else None
+            p.grad = gradient if count or id(p) in kept else None
         self._is_done = True
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
