@@ -93,6 +93,7 @@ def test_a_rank_that_is_killed_is_named(where):
 def test_what_cannot_be_trained_is_refused_by_name():
     for found in run("refused"):
         assert "fully_shard() was called for parts of the model" in found["parts"]
+        assert "fully_shard() was called for parts of the model" in found["two"]
         assert (
             "has 10 parameters that require a gradient, and the optimizer has 4 of them"
             in (found["optimizer"])

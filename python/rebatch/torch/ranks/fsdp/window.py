@@ -22,8 +22,8 @@ def window_of(
     group: Any,
     make: Callable[[torch.nn.Module], "Window"],
 ) -> Optional["Window"]:
-    """What make() makes of the root of a Step's modules, which has all parameters that are trained;
-    None where no module is one of fully_shard()."""
+    """What make() makes of the root of a Step's modules, which has all parameters that are trained
+    or sharded; None where no module is one of fully_shard()."""
     found: List[Any] = [m for m in modules.modules() if hasattr(m, "_get_fsdp_state")]
     if not found:
         return None
@@ -31,10 +31,11 @@ def window_of(
         module.reshard()
     root = found[0]
     trained = {p for p in modules.parameters() if p.requires_grad}
-    if len(list(modules)) > 1 or not trained <= set(root.parameters()):
+    has_all = trained <= set(root.parameters()) and set(found) <= set(root.modules())
+    if len(list(modules)) > 1 or not has_all:
         raise ValueError(
             "rebatch: fully_shard() was called for parts of the model: expected one model, and "
-            "fully_shard() of all that is trained, after that of its parts"
+            "fully_shard() of all that is trained or sharded, after that of its parts"
         )
     window = make(root)
     if group not in (None, True, window.group):
