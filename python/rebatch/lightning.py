@@ -50,7 +50,7 @@ PRIVATE = {
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Settings of a Trainer that must be the same on all ranks.
 _SHARED = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "precision")
-# Of which one is among the bases of a strategy that Rebatch can train with.
+# Base classes of strategies that Rebatch can train with.
 _SHARDING = "ModelParallelStrategy"
 _STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", _SHARDING}
 # Methods of a precision plugin that update the parameters.
@@ -300,7 +300,7 @@ class _TrainingStep:
         optimizer, largest, kind = given.args
         if kind == "norm" and largest > 0:
             parameters = [*self._precision.main_params(optimizer)]
-            self._update.clip_to(largest, parameters, plain)
+            self._update.clip_norm(parameters, largest, 2, plain)
         else:
             self._update.clip(plain)
 

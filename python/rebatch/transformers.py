@@ -191,7 +191,8 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
 
 def _sharding_of(trainer: Any) -> Any:
     """accelerate's plugin for FSDP, or None."""
-    return trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    state = trainer.accelerator.state
+    return getattr(state, "fsdp_plugin", None) if trainer.is_fsdp_enabled else None
 
 
 def _keeps_on_host(sharding: Any) -> bool:
@@ -294,10 +295,8 @@ class _TrainingStep:
     def _guarded_clip(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
             parameters = list(parameters)  # for a second attempt
-            again = functools.partial(plain, parameters, max_norm, norm_type)
-            if norm_type != 2:
-                return self._update.clip(again)
-            return self._update.clip_to(max_norm, parameters, again)
+            body = functools.partial(plain, parameters, max_norm, norm_type)
+            return self._update.clip_norm(parameters, max_norm, norm_type, body)
 
         return clip
 
@@ -336,9 +335,9 @@ class _TrainingStep:
     def _loss(self, model: Any, part: Any) -> torch.Tensor:
         given: List[tuple[Any, ...]] = []
         arguments = self._arguments
-        asks = arguments[_ITEMS] is not None and self.weigher.is_divided is None
-        if asks and self._is_sharded():
-            arguments = {**arguments, _ITEMS: self.weigher.once_and_twice(arguments[_ITEMS])}
+        items, is_cut = arguments[_ITEMS], self._weight is not None
+        if is_cut and items is not None and self.weigher.is_divided is None and self._is_sharded():
+            arguments = {**arguments, _ITEMS: self.weigher.once_and_twice(items)}
         with _replaced_backward(self._trainer.accelerator, given):
             self._plain(model, part, **arguments)
         if len(given) != 1:

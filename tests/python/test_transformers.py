@@ -633,7 +633,7 @@ def test_what_cannot_work_is_refused(tmp_path, options, sentence):
 
 
 @pytest.mark.parametrize(
-    "name, what", (("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed"))
+    "name, what", (("is_fsdp_enabled", "FSDP1"), ("is_deepspeed_enabled", "DeepSpeed"))
 )
 def test_trainers_that_shard_are_refused(tmp_path, name, what):
     trainer = train(tmp_path, gpt(), max_steps=1)

@@ -19,6 +19,16 @@ from rebatch.torch.trainers.update import TrainerUpdate
 from sharded import adam, batch_of, loss_fn, plain, sharded, whole
 from trained import RANK_OF_FAILURES, error_of, everyones, swept
 
+# Here, so that the server of pair.py imports them once, and not each rank.
+with contextlib.suppress(ImportError):
+    import lightning.pytorch as pl
+
+    import rebatch.lightning
+with contextlib.suppress(ImportError):
+    import transformers
+
+    import rebatch.transformers
+
 _CLIP = 0.1  # less than any norm here
 _SIZE = 16  # of a batch
 _FITS = 4  # samples, where memory is short
@@ -52,7 +62,6 @@ def _train(window, fails_at, is_failing, failing_update):
     """(state, error, the mode of the update that fails). Each update has two batches."""
     model = sharded(plain())
     optimizer, halves = adam(model), _halves()
-    fixed = {"micro_start": 4, "micro_largest": 4, "micro_smallest": 4}
     backward = Backward(
         model,
         optimizer,
@@ -62,7 +71,9 @@ def _train(window, fails_at, is_failing, failing_update):
         log_level="quiet",
         group_timeout=60.0,
         lighten=[lambda on: None],
-        **fixed,
+        micro_start=4,
+        micro_largest=4,
+        micro_smallest=4,
     )
     update = TrainerUpdate(backward)
     mode, error = FailAt(fails_at if is_failing else 0), None
@@ -71,12 +82,12 @@ def _train(window, fails_at, is_failing, failing_update):
         update.begin()
         optimizer.step()
 
-    for number in range(3):
+    for number in range(2):
         try:
             with mode if number == failing_update and fails_at else contextlib.nullcontext():
                 for half in halves:
                     backward(half)
-                update.clip_to(_CLIP, backward.parameters, _out_of_memory)
+                update.clip_norm(backward.parameters, _CLIP, 2, _out_of_memory)
                 update.run(step)
         except Exception as caught:
             error = error or f"{type(caught).__name__}: {caught}"
@@ -84,23 +95,22 @@ def _train(window, fails_at, is_failing, failing_update):
     return whole(model), error, mode
 
 
-def ooms_everywhere(window, is_on_all, failing_update, stride):
-    """An OOM at each operation of an update of two batches, with clipping."""
+def ooms_everywhere(window, failing_update, stride):
+    """An OOM of one rank in operations of an update of two batches, with clipping."""
     return swept(
         lambda fails_at, is_failing: _train(window, fails_at, is_failing, failing_update),
-        is_on_all,
+        False,
         1 + failing_update,
         stride,
     )
 
 
-def as_fully_shard(window, replicas=0):
-    """Whether that is near to fully_shard() with PyTorch's own clipping, and what a norm of changed
-    gradients is not taken from."""
+def as_fully_shard(window):
+    """Whether that is near to fully_shard() with PyTorch's own clipping, which clips here."""
     mine, _, _ = _train(window, 0, False, 0)
-    model = sharded(plain(), replicas=replicas)
+    model = sharded(plain())
     optimizer = adam(model)
-    for _ in range(3):
+    for _ in range(2):
         for half in _halves():
             loss_fn(model, half).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
@@ -111,9 +121,16 @@ def as_fully_shard(window, replicas=0):
     return {"near": is_near, "clips": float(norm.full_tensor()) > _CLIP}
 
 
+def _norm(model):
+    """PyTorch's, which makes collectives."""
+    gradients = [p.grad for p in model.parameters()]
+    return float(nn.utils.get_total_norm(gradients).full_tensor())
+
+
 def clipped():
-    """Backward.clip() of two batches: its norm beside PyTorch's, whether it is known after the
-    program has changed a gradient, and whether a batch that fails leaves gradients as they were."""
+    """The clipping of several batches: its norm beside PyTorch's, how often a trainer's own one is
+    tried, for another norm and after the program has changed a gradient, whether a batch that fails
+    leaves gradients as they were, and the norms after OOMs."""
     model, state = sharded(plain()), {"error": None}
 
     def failing(model, samples):
@@ -125,8 +142,7 @@ def clipped():
     batch = batch_of(dist.get_rank())
     for _ in range(2):
         backward(batch)
-    gradients = [p.grad for p in model.parameters()]
-    expected = float(nn.utils.get_total_norm(gradients).full_tensor())
+    gradients, expected = [p.grad for p in model.parameters()], _norm(model)
     before = [g.full_tensor().clone() for g in gradients]
     state["error"] = ValueError("the sample is bad") if _is_short(False) else None
     error = error_of(lambda: backward(batch))
@@ -134,22 +150,44 @@ def clipped():
     kept = kept and same_bits(before, [g.full_tensor() for g in gradients])
     state["error"] = None
     backward(batch)
-    gradients[0] = next(model.parameters()).grad
-    norm = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor())
-    is_known = backward.knows_norm(model.parameters())
-    gradients[0].mul_(2)
-    is_still_known = backward.knows_norm(model.parameters())
-    gradients[0].mul_(0.5)
+    norm, tries = _norm(model), [_tries(backward, float("inf"))]
+    next(model.parameters()).grad.mul_(1)
+    tries.append(_tries(backward, 2))
     backward(batch)
     found = float(backward.clip(_CLIP))
-    after = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor())
     return {
         "error": error[0],
         "kept": kept,
         "sums": abs(norm / expected - 1.5) < 1e-5 and abs(found / expected - 2) < 1e-5,
-        "known": [is_known, is_still_known],
-        "clipped": abs(after - _CLIP) < 1e-5,
+        "tries": tries,
+        "after ooms": _clipped_after_ooms(backward, batch),
     }
+
+
+def _tries(backward, norm_type):
+    """How often a trainer's own clipping runs, which has collectives and runs out of memory."""
+    tries = []
+
+    def body():
+        tries.append(1)
+        _out_of_memory()
+
+    clip = TrainerUpdate(backward).clip_norm
+    error = error_of(lambda: clip(backward.parameters, _CLIP, norm_type, body))
+    assert error[0] == "Exhausted"
+    return len(tries)
+
+
+def _clipped_after_ooms(backward, batch):
+    """The norms after clipping, with an OOM at each of its operations in turn."""
+    norms, mode = [], FailAt(0)
+    while mode.failed or not norms:
+        backward(batch)
+        mode = FailAt(len(norms) + 1)
+        with mode:
+            TrainerUpdate(backward).clip_norm(backward.parameters, _CLIP, 2, _out_of_memory)
+        norms.append(round(_norm(backward.model), 5))
+    return norms
 
 
 # ---- the trainers ----
@@ -162,22 +200,24 @@ def _options(window, size, is_cut):
 
 
 def _compared(train, window, is_on_all, where):
-    """train(options or None, where) -> (model, report): PyTorch alone, with room, at the sizes that
-    fit, and where memory runs out."""
+    """train(options or None, where) -> (model before, after, report): PyTorch alone, at the sizes
+    that fit, and where memory runs out."""
     short = _is_short(is_on_all)
     cut = short or window is False  # in lockstep all ranks have the same sizes
-    own, _ = train(None, "")
-    room, first = train(_options(window, _SIZE, False), "")
-    started, _ = train(_options(window, _FITS if cut else _SIZE, True), "")
-    struck, second = train(_options(window, _SIZE, False), where if short else "")
-    near = [all(torch.allclose(a, b, atol=1e-4) for a, b in zip(own, m)) for m in (room, struck)]
+    before, own, _ = train(None, "")
+    _, started, _ = train(_options(window, _FITS if cut else _SIZE, True), "")
+    _, struck, report = train(_options(window, _SIZE, False), where if short else "")
     return {
-        "near": near,
+        "near": all(torch.allclose(a, b, atol=1e-4) for a, b in zip(own, struck)),
         "bits": same_bits(started, struck),
         "same": all(same_bits(struck, other) for other in everyones(struck)),
-        "moved": not same_bits(own, train(None, "", updates=0)[0]),
-        "ranks": [first.ranks, second.ranks],
+        "moved": not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(before, own)),
+        "ranks": report.ranks,
     }
+
+
+def _copies(model):
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def _whole(model):
@@ -194,8 +234,6 @@ def _quiet_lightning():
 
 
 def _lightning_module(where="", is_sharded=True):
-    import lightning.pytorch as pl
-
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -223,18 +261,15 @@ def _lightning_module(where="", is_sharded=True):
     return Module()
 
 
-def _fit(module, callbacks, updates=4, sizes=(2, 1), **options):
+def _fit(module, callbacks, sizes=(2, 1)):
     """Validation runs before training, and after every other update."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch_of(5, 128)), _SIZE)
     with tempfile.TemporaryDirectory() as folder:
         pl.Trainer(
             accelerator="cuda" if models.DEVICE.type == "cuda" else "cpu",
             devices=2,
-            strategy=ModelParallelStrategy(*sizes),
-            max_steps=updates,
+            strategy=pl.strategies.ModelParallelStrategy(*sizes),
+            max_steps=3,
             max_epochs=-1,
             check_val_every_n_epoch=1,
             limit_val_batches=2,
@@ -246,7 +281,6 @@ def _fit(module, callbacks, updates=4, sizes=(2, 1), **options):
             enable_model_summary=False,
             default_root_dir=folder,
             callbacks=callbacks,
-            **options,
         ).fit(module, loader, loader)
     return module
 
@@ -254,12 +288,13 @@ def _fit(module, callbacks, updates=4, sizes=(2, 1), **options):
 def with_lightning(window, is_on_all, where):
     """What _compared() finds for ModelParallelStrategy."""
     _quiet_lightning()
-    from rebatch.lightning import Rebatch
 
-    def train(options, where, updates=4):
-        callbacks = [] if options is None else [Rebatch(**options)]
-        model = _fit(_lightning_module(where), callbacks, updates)
-        return _whole(model), callbacks[0].report if callbacks else None
+    def train(options, where):
+        callbacks = [] if options is None else [rebatch.lightning.Rebatch(**options)]
+        module = _lightning_module(where)
+        before = _copies(module)
+        _fit(module, callbacks)
+        return before, _whole(module), callbacks[0].report if callbacks else None
 
     return _compared(train, window, is_on_all, where)
 
@@ -267,10 +302,10 @@ def with_lightning(window, is_on_all, where):
 def refused_by_lightning():
     """The message of each training that cannot run."""
     _quiet_lightning()
-    from rebatch.lightning import Rebatch
 
     def said(module, **options):
-        return error_of(lambda: _fit(module, [Rebatch(log_level="quiet")], **options))[1]
+        callbacks = [rebatch.lightning.Rebatch(log_level="quiet")]
+        return error_of(lambda: _fit(module, callbacks, **options))[1]
 
     outside = _lightning_module()
     outside.head = placed(nn.Linear(3, 3))
@@ -289,10 +324,8 @@ def _samples(count=64, length=12):
     return [{"input_ids": t, "labels": its} for t, its in zip(tokens, labels)]
 
 
-def _trainer(kind, where="", updates=2, is_divided=True, sharding=None, **options):
+def _trainer(kind, where="", is_divided=True, sharding=None, **options):
     """Its model's loss is divided by num_items_in_batch, or a mean."""
-    import transformers
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32,
@@ -315,8 +348,8 @@ def _trainer(kind, where="", updates=2, is_divided=True, sharding=None, **option
         tempfile.mkdtemp(),
         use_cpu=models.DEVICE.type == "cpu",
         per_device_train_batch_size=_SIZE,
-        max_steps=max(1, updates),
-        learning_rate=0.01 * (updates > 0),
+        max_steps=2,
+        learning_rate=0.01,
         gradient_accumulation_steps=2,
         max_grad_norm=_CLIP,
         eval_strategy="steps",
@@ -356,24 +389,20 @@ def _let_accelerate_shard(device):
 def _quiet_transformers():
     as_launched()
     warnings.simplefilter("ignore")
-    import transformers
-
     transformers.logging.set_verbosity_error()
 
 
 def with_transformers(window, is_on_all, where, is_divided):
     """What _compared() finds for fsdp_version 2."""
     _quiet_transformers()
-    import transformers
 
-    from rebatch.transformers import RebatchTrainer
-
-    def train(options, where, updates=2):
-        kind = transformers.Trainer if options is None else RebatchTrainer
+    def train(options, where):
+        kind = transformers.Trainer if options is None else rebatch.transformers.RebatchTrainer
         given = {} if options is None else {"rebatch": options}
-        trainer = _trainer(kind, where, updates, is_divided, **given)
+        trainer = _trainer(kind, where, is_divided, **given)
+        before = _copies(trainer.model)
         trainer.train()
-        return _whole(trainer.model), trainer.report if given else None
+        return before, _whole(trainer.model), trainer.report if given else None
 
     return _compared(train, window, is_on_all, where)
 
@@ -381,15 +410,15 @@ def with_transformers(window, is_on_all, where, is_divided):
 def refused_by_transformers():
     """The message of each training that cannot run."""
     _quiet_transformers()
-    from rebatch.transformers import RebatchTrainer
 
     def said(**options):
-        return error_of(lambda: _trainer(RebatchTrainer, **options).train())[1]
+        kind = rebatch.transformers.RebatchTrainer
+        return error_of(lambda: _trainer(kind, **options).train())[1]
 
     def squared(outputs, labels, num_items_in_batch=None):
         return outputs["logits"].square().sum() / num_items_in_batch**2
 
     return {
         "on host": said(sharding={"cpu_offload": True}),
-        "squared": said(compute_loss_func=squared),
+        "squared": said(compute_loss_func=squared, rebatch=_options(None, _FITS, True)),
     }

@@ -5,13 +5,6 @@ import pytest
 
 import pair
 
-_STRUCK = [
-    (None, False, "forward"),
-    (None, True, "backward"),
-    (False, False, "backward"),
-    (False, True, "forward"),
-]
-
 
 def run(function, *arguments, **options):
     return pair.run("adapted_sharded", function, *arguments, **options)
@@ -25,44 +18,43 @@ def test_a_trainer_trains_as_with_fully_shard_alone(window):
 def test_a_norm_is_that_of_all_batches_unless_gradients_were_changed():
     for found, error in zip(run("clipped"), ("PeerFailed", "ValueError")):
         assert found["error"] == error
-        assert found["kept"] and found["sums"] and found["clipped"]
-        assert found["known"] == [True, False]
+        assert found["kept"] and found["sums"]
+        assert found["tries"] == [1, 1]
+        assert len(found["after ooms"]) > 5
+        assert set(found["after ooms"]) == {0.1}
 
 
-@pytest.mark.parametrize("window", (None, False))
-@pytest.mark.parametrize("is_on_all, failing_update", [(False, 1), (True, 0)])
-def test_an_oom_at_every_operation_changes_no_bit(window, is_on_all, failing_update):
-    found = run("ooms_everywhere", window, is_on_all, failing_update, 9)
+@pytest.mark.parametrize("window, failing_update", [(None, 1), (False, 0)])
+def test_an_oom_of_one_rank_at_many_operations_changes_no_bit(window, failing_update):
+    found = run("ooms_everywhere", window, failing_update, 29)
     for its in found:
         assert its["wrong"] == its["errors"] == []
         assert its["count"] > 50
         assert its["torn"] < its["count"] / 4
-    assert found[1]["recovered"] > 0
-    assert (found[0]["recovered"] > 0) == is_on_all
+    assert found[1]["recovered"] > found[0]["recovered"] == 0
 
 
 def is_right(found, window, is_on_all):
-    least = [4, 4] if is_on_all or window is False else [16, 4]
+    sizes = [4, 4] if is_on_all or window is False else [16, 4]
     for its in found:
-        assert its == {
-            "near": [True, True],
-            "bits": True,
-            "same": True,
-            "moved": True,
-            "ranks": [[16, 16], least],
-        }
+        assert its == {"near": True, "bits": True, "same": True, "moved": True, "ranks": sizes}
 
 
-@pytest.mark.parametrize("window, is_on_all, where", _STRUCK)
+@pytest.mark.parametrize(
+    "window, is_on_all, where", [(None, True, "backward"), (False, False, "forward")]
+)
 def test_lightning(window, is_on_all, where):
     pytest.importorskip("lightning")
     is_right(run("with_lightning", window, is_on_all, where), window, is_on_all)
 
 
-@pytest.mark.parametrize("window, is_on_all, where", _STRUCK)
-def test_transformers(window, is_on_all, where):
+@pytest.mark.parametrize(
+    "window, is_on_all, where, is_divided",
+    [(None, False, "forward", True), (False, True, "backward", False)],
+)
+def test_transformers(window, is_on_all, where, is_divided):
     pytest.importorskip("transformers")
-    found = run("with_transformers", window, is_on_all, where, where == "forward")
+    found = run("with_transformers", window, is_on_all, where, is_divided)
     is_right(found, window, is_on_all)
 
 

@@ -117,7 +117,7 @@ class Callbacks:
         window = self._ranks.window if self._ranks else None
         if window:
             self._trained = window.trained()
-            self._kept = window.shards() if self._update.adds_to_gradients else []
+            self._kept = window.shards() if self._update.is_of_trainer else []
 
     def begin_step(self) -> None:
         """The batch trains."""

@@ -183,7 +183,8 @@ def check_optimizer(name: str, value: Any) -> None:
 class Update:
     """The optimizers' step, with a GradScaler, clipping and schedulers."""
 
-    adds_to_gradients = False  # a batch adds its gradients to those of before
+    # A trainer clips and steps: it needs the norm, and a batch adds to gradients of those before.
+    is_of_trainer = False
 
     def __init__(
         self,
@@ -232,11 +233,6 @@ class Update:
         """After one that failed: groups that it added are gone."""
         for optimizer, count in zip(self.optimizers, self._group_counts[point]):
             del optimizer.param_groups[count:]
-
-    @property
-    def needs_norm(self) -> bool:
-        """Of all gradients."""
-        return self.clip is not None
 
     @property
     def reads_gradients(self) -> bool:

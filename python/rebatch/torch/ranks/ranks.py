@@ -191,7 +191,8 @@ class Ranks:
     def _join_update(self) -> None:
         sums, update = self.accumulators, self._update
         if update and isinstance(sums, ShardedAccumulators):
-            sums.has_norm, sums.scaler = update.needs_norm, update.scaler
+            sums.has_norm = update.is_of_trainer or update.clip is not None
+            sums.scaler = update.scaler
             update.clip_gradients, update.unscale_gradients = sums.clip, sums.unscale
 
     @property

@@ -17,7 +17,7 @@ from rebatch.torch.session.report import Report
 class _NoUpdate(Update):
     """The gradients of all parameters that a trainer may update, and the memory of its update."""
 
-    adds_to_gradients = True
+    is_of_trainer = True
 
     def __init__(
         self,
@@ -33,10 +33,6 @@ class _NoUpdate(Update):
             self._given_backward(loss)
         else:
             super().backward(loss)
-
-    @property
-    def needs_norm(self) -> bool:
-        return True  # the trainer may clip
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -190,8 +186,9 @@ class Backward:
         Makes no collective; after an OOM it may be called again."""
         norm = self._training.callbacks.accumulators.norm
         assert norm is not None
+        found = norm.float()
         self._training.program.update.clip_gradients(self.parameters, largest)
-        return norm.float()
+        return found
 
     def _check_first(self, batch: Any) -> None:
         self._is_to_check = False

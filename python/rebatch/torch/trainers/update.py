@@ -35,19 +35,24 @@ class TrainerUpdate:
 
     # ---- clipping ----
 
-    def clip_to(
-        self, largest: float, parameters: Sequence[torch.Tensor], body: Callable[[], Any]
+    def clip_norm(
+        self,
+        parameters: Sequence[torch.Tensor],
+        largest: float,
+        norm_type: float,
+        body: Callable[[], Any],
     ) -> Any:
-        """clip() of these parameters' gradients to a norm. Those of fully_shard() have one already,
-        unless the program has changed them."""
+        """clip() of the norm of these parameters' gradients. With fully_shard() body() makes
+        collectives, so it runs once, and only where the batch has not found the norm."""
         backward = self._backward
-        if backward.is_sharded and backward.knows_norm(parameters):
+        if not backward.is_sharded:
+            return self.clip(body)
+        if norm_type == 2 and backward.knows_norm(parameters):
             return self.clip(lambda: backward.clip(largest))
-        return self.clip(body, attempts=1 if backward.is_sharded else 2)
+        return self.clip(body, attempts=1)
 
     def clip(self, body: Callable[[], Any], attempts: int = 2) -> Any:
-        """Run a trainer's clipping, once where it has collectives. Raises Exhausted; the parameters
-        are then as they were."""
+        """Run a trainer's clipping. Raises Exhausted; the parameters are then as they were."""
         gradients = self._gradients()  # held, so that no other tensor takes the place of one
         versions = [g._version for g in gradients]
         text = ""
