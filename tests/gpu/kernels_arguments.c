@@ -60,7 +60,7 @@ static void end(void)
 {
     support_must(cudaSuccess, "refused calls");
     expect_untouched();
-    support_must(cudaFree(buffer), "cudaFree");
+    support_free_all();
 }
 
 #define NO_DTYPE ((rbk_dtype)7)

@@ -1,11 +1,12 @@
 /* Owns the tests of causal attention. Must not know: the kernels' insides. Run with -j1. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_attention, .fini = support_free_all);
 
 /* One row; part of a tile; whole tiles; several tiles and a bit. */
 static const size_t lengths[] = {1, 50, 128, 300};
@@ -36,16 +37,6 @@ static problem problem_create(size_t batch, size_t length, size_t heads, size_t 
     p.scratch_bytes = rbk_attention_backward_scratch_bytes(batch, length, heads);
     p.scratch = support_scratch(p.scratch_bytes);
     return p;
-}
-
-static void problem_destroy(problem *p)
-{
-    support_array_free(&p->qkv);
-    support_array_free(&p->out);
-    support_array_free(&p->log_sum);
-    support_array_free(&p->dout);
-    support_array_free(&p->dqkv);
-    support_must(cudaFree(p->scratch), "cudaFree");
 }
 
 /* Samples [first, first + count) into arrays of that many samples. */
@@ -121,15 +112,14 @@ static void reference_query(const problem *p, reference *r, double *weights, siz
 
 static reference reference_create(const problem *p)
 {
-    reference r = {calloc(p->out.count, sizeof(double)), calloc(p->log_sum.count, sizeof(double)),
-                   calloc(p->dqkv.count, sizeof(double))};
-    double *weights = calloc(p->length, sizeof *weights);
-    cr_assert(r.out && r.log_sum && r.dqkv && weights);
+    reference r = {support_calloc(p->out.count, sizeof(double)),
+                   support_calloc(p->log_sum.count, sizeof(double)),
+                   support_calloc(p->dqkv.count, sizeof(double))};
+    double *weights = support_calloc(p->length, sizeof(double));
     for (size_t b = 0; b < p->batch; b++)
         for (size_t h = 0; h < p->heads; h++)
             for (size_t t = 0; t < p->length; t++)
                 reference_query(p, &r, weights, b, h, t);
-    free(weights);
     return r;
 }
 
@@ -162,9 +152,6 @@ static void check_against_reference(problem *p)
     check_part(p, r.dqkv, 0, "attention: dq");
     check_part(p, r.dqkv, 1, "attention: dk");
     check_part(p, r.dqkv, 2, "attention: dv");
-    free(r.out);
-    free(r.log_sum);
-    free(r.dqkv);
 }
 
 static void check_lengths(rbk_dtype dtype, uint64_t seed)
@@ -174,7 +161,7 @@ static void check_lengths(rbk_dtype dtype, uint64_t seed)
         for (size_t l = 0; l < LENGTH_COUNT; l++) {
             problem p = problem_create(2, lengths[l], 2, head_widths[w], dtype, &random);
             check_against_reference(&p);
-            problem_destroy(&p);
+            support_free_all();
         }
     }
 }
@@ -210,10 +197,7 @@ Test(kernels_attention, large_products)
         support_array_read(&p.dqkv);
         for (size_t i = 0; i < p.dqkv.count; i++)
             cr_assert(isfinite(p.dqkv.host[i]), "gradient %zu is %g", i, p.dqkv.host[i]);
-        free(r.out);
-        free(r.log_sum);
-        free(r.dqkv);
-        problem_destroy(&p);
+        support_free_all();
     }
 }
 
@@ -235,9 +219,6 @@ static void check_batches(problem *p)
             support_expect_same(&dqkv, 0, &p->dqkv, first * 3 * sample, count * 3 * sample,
                                 "attention of some samples: dqkv");
         }
-        support_array_free(&out);
-        support_array_free(&log_sum);
-        support_array_free(&dqkv);
     }
 }
 
@@ -247,6 +228,6 @@ Test(kernels_attention, samples_alone)
     for (int d = 0; d < DTYPE_COUNT; d++) {
         problem p = problem_create(3, 200, 2, 64, support_dtypes[d], &random);
         check_batches(&p);
-        problem_destroy(&p);
+        support_free_all();
     }
 }

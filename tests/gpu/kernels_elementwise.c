@@ -1,12 +1,13 @@
 /* Owns the tests of GELU, bias, residual, dropout, cast, scale and fill. Must not know: the
  * kernels' insides. Run with -j1. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_elementwise, .fini = support_free_all);
 
 /* Not a multiple of 8, and more than one block. */
 #define TAIL_COUNT 4099
@@ -31,7 +32,7 @@ static void check_gelu(rbk_dtype dtype, support_random *random)
     support_array dout = support_array_random(dtype, TAIL_COUNT, 1.0, random);
     support_array out = support_array_poisoned(dtype, TAIL_COUNT);
     support_array din = support_array_poisoned(dtype, TAIL_COUNT);
-    double *want = malloc(TAIL_COUNT * sizeof *want);
+    double *want = support_calloc(TAIL_COUNT, sizeof(double));
 
     support_must(rbk_gelu_forward(out.device, in.device, TAIL_COUNT, dtype, NULL), "gelu forward");
     for (size_t i = 0; i < TAIL_COUNT; i++)
@@ -48,20 +49,11 @@ static void check_gelu(rbk_dtype dtype, support_random *random)
     support_array part = support_array_poisoned(dtype, 11);
     support_must(rbk_gelu_forward(part.device, support_at(&in, 1024), 11, dtype, NULL), "gelu");
     support_expect_same(&part, 0, &out, 1024, 11, "gelu of a part");
-
-    free(want);
-    support_array_free(&in);
-    support_array_free(&dout);
-    support_array_free(&out);
-    support_array_free(&din);
-    support_array_free(&part);
 }
 
 Test(kernels_elementwise, gelu)
 {
-    support_random random = {101};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_gelu(support_dtypes[d], &random);
+    support_each_dtype(check_gelu, 101);
 }
 
 static void check_bias_gelu(rbk_dtype dtype, support_random *random)
@@ -72,7 +64,7 @@ static void check_bias_gelu(rbk_dtype dtype, support_random *random)
     support_array out = support_array_poisoned(dtype, count);
     support_array pre = support_array_poisoned(dtype, count);
     support_array again = support_array_poisoned(dtype, count);
-    double *want = malloc(count * sizeof *want);
+    double *want = support_calloc(count, sizeof(double));
 
     support_must(rbk_bias_gelu_forward(out.device, pre.device, in.device, bias.device, ROWS, WIDTH,
                                        dtype, NULL),
@@ -97,20 +89,11 @@ static void check_bias_gelu(rbk_dtype dtype, support_random *random)
                  "bias gelu in place");
     support_expect_same(&again, 0, &out, 0, count, "bias gelu in place: out");
     support_expect_same(&in, 0, &pre, 0, count, "bias gelu in place: pre");
-
-    free(want);
-    support_array_free(&in);
-    support_array_free(&bias);
-    support_array_free(&out);
-    support_array_free(&pre);
-    support_array_free(&again);
 }
 
 Test(kernels_elementwise, bias_gelu)
 {
-    support_random random = {102};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_bias_gelu(support_dtypes[d], &random);
+    support_each_dtype(check_bias_gelu, 102);
 }
 
 static void check_additions(rbk_dtype dtype, support_random *random)
@@ -120,7 +103,7 @@ static void check_additions(rbk_dtype dtype, support_random *random)
     support_array b = support_array_random(dtype, TAIL_COUNT, 1.0, random);
     support_array sum = support_array_poisoned(dtype, TAIL_COUNT);
     support_array biased = support_array_poisoned(dtype, count);
-    double *want = malloc(TAIL_COUNT * sizeof *want);
+    double *want = support_calloc(TAIL_COUNT, sizeof(double));
 
     support_must(rbk_residual_add(sum.device, a.device, b.device, TAIL_COUNT, dtype, NULL), "add");
     for (size_t i = 0; i < TAIL_COUNT; i++)
@@ -135,19 +118,11 @@ static void check_additions(rbk_dtype dtype, support_random *random)
 
     support_must(rbk_residual_add(a.device, a.device, b.device, TAIL_COUNT, dtype, NULL), "add");
     support_expect_same(&a, 0, &sum, 0, TAIL_COUNT, "residual add in place");
-
-    free(want);
-    support_array_free(&a);
-    support_array_free(&b);
-    support_array_free(&sum);
-    support_array_free(&biased);
 }
 
 Test(kernels_elementwise, additions)
 {
-    support_random random = {103};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_additions(support_dtypes[d], &random);
+    support_each_dtype(check_additions, 103);
 }
 
 /* Several tiles of positions, the last one short; several blocks of channels, the last one short.
@@ -182,19 +157,12 @@ static void check_bias_backward(rbk_dtype dtype, support_random *random)
                          "bias backward, cut");
         cr_assert(first == batch);
         support_expect_same(&cut, 0, &whole, 0, BIAS_WIDTH, "bias gradient, cut");
-        support_array_free(&cut);
     }
-    support_must(cudaFree(scratch), "cudaFree");
-    support_array_free(&dout);
-    support_array_free(&start);
-    support_array_free(&whole);
 }
 
 Test(kernels_elementwise, bias_backward)
 {
-    support_random random = {104};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_bias_backward(support_dtypes[d], &random);
+    support_each_dtype(check_bias_backward, 104);
 }
 
 /* Partial sums are added exactly in the order that the header promises. */
@@ -219,9 +187,6 @@ Test(kernels_elementwise, accumulate_partials_order)
     support_must(rbk_accumulate_partials(sum.device, partial.device, BATCH, PARTS, COLUMNS, NULL),
                  "accumulate partials");
     support_expect_same(&sum, 0, &want, 0, COLUMNS, "accumulate partials");
-    support_array_free(&partial);
-    support_array_free(&sum);
-    support_array_free(&want);
 }
 
 /* ---- dropout ---- */
@@ -272,7 +237,7 @@ static void check_dropout(rbk_dtype dtype, support_random *random)
     support_array in = support_array_random(dtype, count, 1.0, random);
     support_array out = support_array_poisoned(dtype, count);
     support_array part = support_array_poisoned(dtype, elements);
-    double *want = malloc(count * sizeof *want);
+    double *want = support_calloc(count, sizeof(double));
     size_t dropped = 0;
 
     support_must(rbk_dropout(out.device, in.device, &drop_key, DROP_BATCH, elements, dtype, NULL),
@@ -299,18 +264,11 @@ static void check_dropout(rbk_dtype dtype, support_random *random)
     support_must(rbk_dropout(out.device, in.device, &key, DROP_BATCH, elements, dtype, NULL),
                  "no dropout");
     support_expect_same(&out, 0, &in, 0, count, "no dropout");
-
-    free(want);
-    support_array_free(&in);
-    support_array_free(&out);
-    support_array_free(&part);
 }
 
 Test(kernels_elementwise, dropout)
 {
-    support_random random = {106};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_dropout(support_dtypes[d], &random);
+    support_each_dtype(check_dropout, 106);
 }
 
 static void check_bias_dropout_residual(rbk_dtype dtype, float probability, support_random *random)
@@ -323,7 +281,7 @@ static void check_bias_dropout_residual(rbk_dtype dtype, float probability, supp
     support_array residual = support_array_random(dtype, count, 1.0, random);
     support_array out = support_array_poisoned(dtype, count);
     support_array part = support_array_poisoned(dtype, 2 * elements);
-    double *want = malloc(count * sizeof *want);
+    double *want = support_calloc(count, sizeof(double));
 
     support_must(rbk_bias_dropout_residual(out.device, in.device, bias.device, residual.device,
                                            &key, DROP_BATCH, DROP_LENGTH, WIDTH, dtype, NULL),
@@ -354,13 +312,6 @@ static void check_bias_dropout_residual(rbk_dtype dtype, float probability, supp
     for (size_t i = 0; i < count; i++)
         cr_assert(out.host[i] == residual.host[i], "element %zu: %g, not %g", i, out.host[i],
                   residual.host[i]);
-
-    free(want);
-    support_array_free(&in);
-    support_array_free(&bias);
-    support_array_free(&residual);
-    support_array_free(&out);
-    support_array_free(&part);
 }
 
 Test(kernels_elementwise, bias_dropout_residual)
@@ -395,8 +346,6 @@ static void check_cast(rbk_dtype from, rbk_dtype to, support_random *random)
                   "cast of %.17g from %s to %s gives %.17g, not %.17g", in.host[i],
                   support_dtype_name(from), support_dtype_name(to), out.host[i], want);
     }
-    support_array_free(&in);
-    support_array_free(&out);
 }
 
 Test(kernels_elementwise, cast)
@@ -411,7 +360,7 @@ static void check_scale_and_fill(rbk_dtype dtype, support_random *random)
 {
     support_array data = support_array_random(dtype, TAIL_COUNT, 1.0, random);
     support_array factor = support_array_random(RBK_F32, 1, 1.0, random);
-    double *want = malloc(TAIL_COUNT * sizeof *want);
+    double *want = support_calloc(TAIL_COUNT, sizeof(double));
     for (size_t i = 0; i < TAIL_COUNT; i++)
         want[i] = data.host[i] * 0.75;
     support_must(rbk_scale(data.device, 0.75f, NULL, TAIL_COUNT, dtype, NULL), "scale");
@@ -427,14 +376,9 @@ static void check_scale_and_fill(rbk_dtype dtype, support_random *random)
     for (size_t i = 0; i < TAIL_COUNT - 1; i++)
         cr_assert(data.host[i] == -2.5, "fill left %g at %zu", data.host[i], i);
     cr_assert(data.host[TAIL_COUNT - 1] == last, "fill wrote past its count");
-    free(want);
-    support_array_free(&data);
-    support_array_free(&factor);
 }
 
 Test(kernels_elementwise, scale_and_fill)
 {
-    support_random random = {109};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_scale_and_fill(support_dtypes[d], &random);
+    support_each_dtype(check_scale_and_fill, 109);
 }

@@ -1,10 +1,11 @@
 /* Owns the tests of the embedding. Must not know: the kernels' insides. Run with -j1. */
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_embedding, .fini = support_free_all);
 
 /* More positions than one run of the sort holds, so that runs are merged, an odd number of them;
  * the vocabulary is small, so that tokens have many positions, and one token is much more common.
@@ -34,8 +35,7 @@ typedef struct problem {
 
 static problem *problem_create(size_t width, rbk_dtype dtype, support_random *random)
 {
-    problem *p = calloc(1, sizeof *p);
-    cr_assert(p != NULL);
+    problem *p = support_calloc(1, sizeof *p);
     p->width = width;
     p->dtype = dtype;
     for (size_t n = 0; n < BATCH * STRIDE; n++) {
@@ -59,18 +59,6 @@ static problem *problem_create(size_t width, rbk_dtype dtype, support_random *ra
     return p;
 }
 
-static void problem_destroy(problem *p)
-{
-    support_array *const arrays[] = {&p->token_weight, &p->position_weight, &p->dout,
-                                     &p->out,          &p->token_start,     &p->position_start,
-                                     &p->token_grad,   &p->position_grad};
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
-        support_array_free(arrays[i]);
-    support_must(cudaFree(p->scratch), "cudaFree");
-    support_must(cudaFree(p->device_tokens), "cudaFree");
-    free(p);
-}
-
 /* Token n of the positions, which are dense; -1 when it is outside the vocabulary. */
 static int32_t token_at(const problem *p, size_t n)
 {
@@ -81,7 +69,7 @@ static int32_t token_at(const problem *p, size_t n)
 static void check_forward(problem *p)
 {
     const size_t width = p->width;
-    double *want = malloc(POSITIONS * width * sizeof *want);
+    double *want = support_calloc(POSITIONS * width, sizeof(double));
     support_must(rbk_embedding_forward(p->out.device, p->device_tokens, STRIDE,
                                        p->token_weight.device, p->position_weight.device, BATCH,
                                        LENGTH, width, VOCABULARY, p->dtype, NULL),
@@ -94,7 +82,6 @@ static void check_forward(problem *p)
                 p->position_weight.host[n % LENGTH * width + c];
     }
     support_expect_close(&p->out, want, support_tolerance(p->dtype), "embedding forward");
-    free(want);
 }
 
 /* The header promises the order of every addition, so the reference in float gives the very bits.
@@ -125,8 +112,6 @@ static void check_backward(problem *p)
     support_expect_same(&p->token_grad, 0, &token_want, 0, token_want.count, "token gradient");
     support_expect_same(&p->position_grad, 0, &position_want, 0, position_want.count,
                         "position gradient");
-    support_array_free(&token_want);
-    support_array_free(&position_want);
 }
 
 static void check_cuts(problem *p)
@@ -147,8 +132,6 @@ static void check_cuts(problem *p)
                             "token gradient, cut");
         support_expect_same(&position_grad, 0, &p->position_grad, 0, position_grad.count,
                             "position gradient, cut");
-        support_array_free(&token_grad);
-        support_array_free(&position_grad);
     }
 }
 
@@ -160,7 +143,7 @@ Test(kernels_embedding, against_reference_and_cuts)
         check_forward(p);
         check_backward(p);
         check_cuts(p);
-        problem_destroy(p);
+        support_free_all();
     }
 }
 
@@ -186,10 +169,4 @@ Test(kernels_embedding, one_token)
                                         RBK_F32, NULL),
                  "embedding backward");
     support_expect_close(&token_grad, want, 1e-5, "one token's gradient");
-
-    support_must(cudaFree(device_tokens), "cudaFree");
-    support_must(cudaFree(scratch), "cudaFree");
-    support_array_free(&dout);
-    support_array_free(&token_grad);
-    support_array_free(&position_grad);
 }

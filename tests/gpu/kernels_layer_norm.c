@@ -1,11 +1,12 @@
 /* Owns the tests of layer norm. Must not know: the kernels' insides. Run with -j1. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_layer_norm, .fini = support_free_all);
 
 /* One thread, part of a warp, whole warps, a warp and a bit, and the widest block. */
 static const size_t widths[] = {8, 64, 768, 1032, RBK_LAYER_NORM_WIDTH_LIMIT};
@@ -51,17 +52,6 @@ static problem problem_create(size_t batch, size_t width, rbk_dtype dtype, suppo
     return p;
 }
 
-static void problem_destroy(problem *p)
-{
-    support_array *const arrays[] = {
-        &p->in,         &p->gamma,      &p->beta,     &p->dout, &p->residual_grad,
-        &p->out,        &p->mean,       &p->rstd,     &p->din,  &p->gamma_start,
-        &p->beta_start, &p->gamma_grad, &p->beta_grad};
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
-        support_array_free(arrays[i]);
-    support_must(cudaFree(p->scratch), "cudaFree");
-}
-
 static void row_statistics(double *mean, double *rstd, const double *row, size_t width)
 {
     double sum = 0.0, squares = 0.0;
@@ -99,8 +89,9 @@ static void backward(problem *p, support_array *din, const support_array *residu
 static void check_forward(problem *p)
 {
     const size_t rows = p->batch * LENGTH, width = p->width;
-    double *want = malloc(rows * width * sizeof *want);
-    double *mean = malloc(rows * sizeof *mean), *rstd = malloc(rows * sizeof *rstd);
+    double *want = support_calloc(rows * width, sizeof(double));
+    double *mean = support_calloc(rows, sizeof(double)),
+           *rstd = support_calloc(rows, sizeof(double));
     forward(p);
     for (size_t r = 0; r < rows; r++) {
         row_statistics(&mean[r], &rstd[r], p->in.host + r * width, width);
@@ -112,9 +103,6 @@ static void check_forward(problem *p)
     support_expect_close(&p->out, want, support_tolerance(p->dtype), "layer norm: out");
     support_expect_close(&p->mean, mean, 1e-5, "layer norm: mean");
     support_expect_close(&p->rstd, rstd, 1e-5, "layer norm: rstd");
-    free(want);
-    free(mean);
-    free(rstd);
 }
 
 static void backward_reference(const problem *p, bool with_residual, double *din,
@@ -145,9 +133,9 @@ static void backward_reference(const problem *p, bool with_residual, double *din
 static void check_backward(problem *p)
 {
     const size_t count = p->batch * LENGTH * p->width;
-    double *din = malloc(count * sizeof *din);
-    double *gamma_grad = malloc(p->width * sizeof *gamma_grad);
-    double *beta_grad = malloc(p->width * sizeof *beta_grad);
+    double *din = support_calloc(count, sizeof(double));
+    double *gamma_grad = support_calloc(p->width, sizeof(double));
+    double *beta_grad = support_calloc(p->width, sizeof(double));
 
     backward(p, &p->din, &p->residual_grad, &p->gamma_grad, &p->beta_grad, 0, p->batch);
     backward_reference(p, true, din, gamma_grad, beta_grad);
@@ -165,13 +153,6 @@ static void check_backward(problem *p)
     backward(p, &in_place, NULL, &gamma_again, &beta_again, 0, p->batch);
     backward_reference(p, false, din, gamma_grad, beta_grad);
     support_expect_close(&in_place, din, support_tolerance(p->dtype), "layer norm: din alone");
-
-    free(din);
-    free(gamma_grad);
-    free(beta_grad);
-    support_array_free(&gamma_again);
-    support_array_free(&beta_again);
-    support_array_free(&in_place);
 }
 
 Test(kernels_layer_norm, against_reference)
@@ -183,7 +164,7 @@ Test(kernels_layer_norm, against_reference)
                 problem_create(widths[w] > 2000 ? 1 : 2, widths[w], support_dtypes[d], &random);
             check_forward(&p);
             check_backward(&p);
-            problem_destroy(&p);
+            support_free_all();
         }
     }
 }
@@ -203,9 +184,6 @@ static void check_cuts(problem *p)
         support_expect_same(&din, 0, &p->din, 0, din.count, "layer norm din, cut");
         support_expect_same(&gamma_grad, 0, &p->gamma_grad, 0, p->width, "gamma_grad, cut");
         support_expect_same(&beta_grad, 0, &p->beta_grad, 0, p->width, "beta_grad, cut");
-        support_array_free(&gamma_grad);
-        support_array_free(&beta_grad);
-        support_array_free(&din);
     }
 }
 
@@ -225,7 +203,6 @@ static void check_rows(problem *p)
                                 "layer norm of some rows");
         }
     }
-    support_array_free(&out);
 }
 
 Test(kernels_layer_norm, cuts_and_rows)
@@ -235,6 +212,6 @@ Test(kernels_layer_norm, cuts_and_rows)
         problem p = problem_create(SUPPORT_CUT_BATCH, 136, support_dtypes[d], &random);
         check_cuts(&p);
         check_rows(&p);
-        problem_destroy(&p);
+        support_free_all();
     }
 }

@@ -1,12 +1,13 @@
 /* Owns the tests of cross-entropy and of the loss's sum. Must not know: the kernels' insides. Run
  * with -j1. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_loss, .fini = support_free_all);
 
 typedef struct shape {
     size_t batch, length, vocabulary, padded;
@@ -38,8 +39,7 @@ static problem problem_create(shape size, rbk_dtype dtype, support_random *rando
     const size_t rows = size.batch * size.length, stride = size.length + 1;
     const size_t count = rows * size.padded;
     problem p = {.shape = size, .rows = rows, .stride = stride, .dtype = dtype};
-    p.tokens = malloc(size.batch * stride * sizeof *p.tokens);
-    cr_assert(p.tokens != NULL);
+    p.tokens = support_calloc(size.batch * stride, sizeof *p.tokens);
     for (size_t n = 0; n < size.batch * stride; n++)
         p.tokens[n] = (int32_t)(support_next(random) % size.vocabulary);
     p.logits = support_array_random(dtype, count, 3.0, random);
@@ -54,22 +54,9 @@ static problem problem_create(shape size, rbk_dtype dtype, support_random *rando
     p.gradient = support_array_copy(&p.logits);
     p.loss = support_array_poisoned(RBK_F32, rows);
     p.device_scale = support_array_random(RBK_F32, 1, 1.0, random);
-    p.want_loss = calloc(rows, sizeof *p.want_loss);
-    p.want_gradient = calloc(count, sizeof *p.want_gradient);
-    cr_assert(p.want_loss && p.want_gradient);
+    p.want_loss = support_calloc(rows, sizeof(double));
+    p.want_gradient = support_calloc(count, sizeof(double));
     return p;
-}
-
-static void problem_destroy(problem *p)
-{
-    support_array_free(&p->logits);
-    support_array_free(&p->gradient);
-    support_array_free(&p->loss);
-    support_array_free(&p->device_scale);
-    support_must(cudaFree(p->device_tokens), "cudaFree");
-    free(p->tokens);
-    free(p->want_loss);
-    free(p->want_gradient);
 }
 
 static void compute_reference(problem *p)
@@ -137,8 +124,6 @@ static void check_cross_entropy(problem *p)
         run_row(p, &logits, &loss, r);
     support_expect_same(&loss, 0, &p->loss, 0, rows, "cross-entropy: loss, row by row");
     support_expect_same(&logits, 0, &p->gradient, 0, count, "cross-entropy: gradient, row by row");
-    support_array_free(&loss);
-    support_array_free(&logits);
 }
 
 Test(kernels_loss, cross_entropy)
@@ -148,7 +133,7 @@ Test(kernels_loss, cross_entropy)
         for (size_t s = 0; s < SHAPE_COUNT; s++) {
             problem p = problem_create(shapes[s], support_dtypes[d], &random);
             check_cross_entropy(&p);
-            problem_destroy(&p);
+            support_free_all();
         }
     }
 }
@@ -164,7 +149,6 @@ Test(kernels_loss, not_a_number_is_passed_on)
     support_array_read(&p.loss);
     cr_assert(isnan(p.loss.host[3]));
     cr_assert(isfinite(p.loss.host[4]));
-    problem_destroy(&p);
 }
 
 /* Shapes of the sum: several warps' worth of positions, and more samples than come in at once. */
@@ -192,8 +176,6 @@ static void check_sum(size_t batch, size_t length, support_random *random)
         cr_assert(memcmp(&cut, &whole, sizeof cut) == 0, "loss sum by %zu: %.17g, not %.17g", step,
                   cut, whole);
     }
-    support_must(cudaFree(sum), "cudaFree");
-    support_array_free(&loss);
 }
 
 Test(kernels_loss, sum)

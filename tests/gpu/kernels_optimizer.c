@@ -1,12 +1,13 @@
 /* Owns the tests of AdamW, the gradient's norm, the clip coefficient and the finite check. Must not
  * know: the kernels' insides. Run with -j1. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_optimizer, .fini = support_free_all);
 
 #define COUNT 4099
 #define UPDATES 5
@@ -32,14 +33,6 @@ static weights weights_copy(const weights *from)
     const weights w = {support_array_copy(&from->master), support_array_copy(&from->m),
                        support_array_copy(&from->v), support_array_copy(&from->working)};
     return w;
-}
-
-static void weights_destroy(weights *w)
-{
-    support_array_free(&w->master);
-    support_array_free(&w->m);
-    support_array_free(&w->v);
-    support_array_free(&w->working);
 }
 
 static void expect_same_weights(const weights *a, const weights *b, const char *what)
@@ -91,7 +84,6 @@ static void check_adamw(rbk_dtype dtype, support_random *random)
         for (size_t i = 0; i < COUNT; i++)
             reference_update(&want.master.host[i], &want.m.host[i], &want.v.host[i],
                              grad.host[i] * factors.host[0] * factors.host[1], &settings);
-        support_array_free(&grad);
     }
     support_expect_close(&w.master, want.master.host, 1e-5, "adamw: master");
     support_expect_close(&w.m, want.m.host, 1e-5, "adamw: m");
@@ -101,17 +93,11 @@ static void check_adamw(rbk_dtype dtype, support_random *random)
         cr_assert(w.working.host[i] == support_round(dtype, w.master.host[i]),
                   "working copy %zu is %.9g of %.9g", i, w.working.host[i], w.master.host[i]);
     expect_same_weights(&pieces, &w, "adamw in pieces");
-    weights_destroy(&w);
-    weights_destroy(&pieces);
-    weights_destroy(&want);
-    support_array_free(&factors);
 }
 
 Test(kernels_optimizer, adamw)
 {
-    support_random random = {601};
-    for (int d = 0; d < DTYPE_COUNT; d++)
-        check_adamw(support_dtypes[d], &random);
+    support_each_dtype(check_adamw, 601);
 }
 
 Test(kernels_optimizer, adamw_skips)
@@ -128,10 +114,6 @@ Test(kernels_optimizer, adamw_skips)
     update(&w, &grad, &settings_of_first, NULL, NULL, skip, 0, COUNT);
     update(&before, &grad, &settings_of_first, NULL, NULL, NULL, 0, COUNT);
     expect_same_weights(&w, &before, "update that is not skipped");
-    support_must(cudaFree((void *)(uintptr_t)skip), "cudaFree");
-    weights_destroy(&w);
-    weights_destroy(&before);
-    support_array_free(&grad);
 }
 
 /* The partial sums of an array, all of them. */
@@ -160,8 +142,6 @@ Test(kernels_optimizer, sum_squares)
         for (size_t p = 0; p < parts; p++)
             cr_assert(fabs(got[p] - want[p]) <= 1e-6 * want[p], "part %zu of %zu: %.9g, not %.9g",
                       p, counts[i], got[p], want[p]);
-        support_must(cudaFree(device), "cudaFree");
-        support_array_free(&in);
     }
 }
 
@@ -183,9 +163,6 @@ Test(kernels_optimizer, norm_takes_each_once)
         const float norm = (float)sqrt((double)counts[i]);
         cr_assert(results.host[1] == norm, "norm %.9g of %zu ones", results.host[1], counts[i]);
         cr_assert(results.host[0] == 0.5f / norm, "clip %.9g", results.host[0]);
-        support_must(cudaFree(partial), "cudaFree");
-        support_array_free(&in);
-        support_array_free(&results);
     }
 }
 
@@ -204,8 +181,6 @@ static void check_clip(double squared, float inverse_scale, float limit, double 
     support_array_read(&values);
     cr_assert(values.host[0] == want_clip, "clip %g, not %g", values.host[0], want_clip);
     cr_assert(values.host[1] == want_norm, "norm %g, not %g", values.host[1], want_norm);
-    support_must(cudaFree(partial), "cudaFree");
-    support_array_free(&values);
 }
 
 Test(kernels_optimizer, clip_coefficient)
@@ -225,7 +200,6 @@ static uint32_t check_finite_of(const support_array *array, uint32_t before)
     support_must(rbk_finite_check((uint32_t *)flag, array->device, array->count, NULL),
                  "finite check");
     support_must(cudaMemcpy(&after, flag, sizeof after, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    support_must(cudaFree(flag), "cudaFree");
     return (uint32_t)after;
 }
 
@@ -247,5 +221,4 @@ Test(kernels_optimizer, finite_check)
         }
         array.host[places[p]] = kept;
     }
-    support_array_free(&array);
 }

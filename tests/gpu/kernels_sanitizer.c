@@ -6,6 +6,8 @@
 
 #include "kernels_support.h"
 
+TestSuite(kernels_sanitizer, .fini = support_free_all);
+
 /* Asked to, it writes past the end of an array, which a sanitizer has to report. */
 Test(kernels_sanitizer, an_overrun_is_seen)
 {
@@ -16,5 +18,4 @@ Test(kernels_sanitizer, an_overrun_is_seen)
         want[i] = 1.5;
     support_must(rbk_fill(array.device, 1.5f, count + beyond, RBK_F32, NULL), "fill");
     support_expect_close(&array, want, 0.0, "fill");
-    support_array_free(&array);
 }

@@ -88,12 +88,51 @@ void support_must(cudaError_t status, const char *what)
     cr_assert(status == cudaSuccess, "%s: %s", what, cudaGetErrorString(status));
 }
 
+/* ---- memory that is freed at the end ---- */
+
+#define OWNED_MOST 4096
+
+static struct owned {
+    void *memory[OWNED_MOST];
+    size_t count;
+} on_device, on_host;
+
+static void *own(struct owned *owned, void *memory)
+{
+    cr_assert(owned->count < OWNED_MOST);
+    return owned->memory[owned->count++] = memory;
+}
+
 void *support_scratch(size_t bytes)
 {
     void *memory = NULL;
     support_must(cudaMalloc(&memory, bytes), "cudaMalloc");
     support_must(cudaMemset(memory, 0xFF, bytes), "cudaMemset");
-    return memory;
+    return own(&on_device, memory);
+}
+
+void *support_calloc(size_t count, size_t size)
+{
+    void *memory = calloc(count, size);
+    cr_assert(memory != NULL, "no host memory for %zu times %zu bytes", count, size);
+    return own(&on_host, memory);
+}
+
+void support_free_all(void)
+{
+    while (on_device.count > 0)
+        support_must(cudaFree(on_device.memory[--on_device.count]), "cudaFree");
+    while (on_host.count > 0)
+        free(on_host.memory[--on_host.count]);
+}
+
+void support_each_dtype(void (*check)(rbk_dtype dtype, support_random *random), uint64_t seed)
+{
+    support_random random = {seed};
+    for (int d = 0; d < DTYPE_COUNT; d++) {
+        check(support_dtypes[d], &random);
+        support_free_all();
+    }
 }
 
 int32_t *support_upload_ints(const int32_t *values, size_t count)
@@ -170,7 +209,7 @@ support_array support_array_poisoned(rbk_dtype dtype, size_t count)
 {
     support_array array = {dtype, count, NULL, NULL};
     array.device = support_scratch(count * rbk_dtype_bytes(dtype));
-    array.host = host_memory(count * sizeof *array.host);
+    array.host = support_calloc(count, sizeof *array.host);
     for (size_t i = 0; i < count; i++)
         array.host[i] = NAN;
     return array;
@@ -212,14 +251,6 @@ void support_array_read(support_array *array)
     support_must(cudaMemcpy(encoded, array->device, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
     decode(array->host, array->dtype, encoded, array->count);
     free(encoded);
-}
-
-void support_array_free(support_array *array)
-{
-    support_must(cudaFree(array->device), "cudaFree");
-    free(array->host);
-    array->device = NULL;
-    array->host = NULL;
 }
 
 void *support_at(const support_array *array, size_t index)

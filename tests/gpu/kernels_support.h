@@ -58,8 +58,6 @@ void support_array_write(support_array *array);
 /** Wait for the device and bring its numbers to `host`. */
 void support_array_read(support_array *array);
 
-void support_array_free(support_array *array);
-
 /** The device address of element `index`. */
 void *support_at(const support_array *array, size_t index);
 float *support_float_at(const support_array *array, size_t index);
@@ -67,8 +65,17 @@ float *support_float_at(const support_array *array, size_t index);
 /** int32_t on the device. */
 int32_t *support_upload_ints(const int32_t *values, size_t count);
 
-/** Raw device memory, every byte 0xFF. Free it with cudaFree(). */
+/** Raw device memory, every byte 0xFF. */
 void *support_scratch(size_t bytes);
+
+/** Host memory, as calloc() gives it. */
+void *support_calloc(size_t count, size_t size);
+
+/** Frees all that the functions above have made: the end of each suite, or of a part of a test. */
+void support_free_all(void);
+
+/** Runs a check for each type, with numbers of one sequence, and frees what it made. */
+void support_each_dtype(void (*check)(rbk_dtype dtype, support_random *random), uint64_t seed);
 
 /** A launcher must have said cudaSuccess, and so must what it launched. */
 void support_must(cudaError_t status, const char *what);

@@ -1,10 +1,11 @@
 /* Owns the tests of a weight's gradient. Must not know: the kernels' insides. Run with -j1. */
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
 
 #include "kernels_support.h"
+
+TestSuite(kernels_weight_gradient, .fini = support_free_all);
 
 typedef cudaError_t operation(float *grad, const void *a, const void *b, size_t batch,
                               size_t length, size_t rows, size_t columns, rbk_dtype dtype,
@@ -30,13 +31,6 @@ static problem problem_create(rbk_dtype dtype, size_t batch, size_t length, size
     return p;
 }
 
-static void problem_destroy(problem *p)
-{
-    support_array_free(&p->grad);
-    support_array_free(&p->a);
-    support_array_free(&p->b);
-}
-
 /* Samples [first, first + count) join `grad`. */
 static void add(const problem *p, operation *op, support_array *grad, size_t first, size_t count)
 {
@@ -48,8 +42,7 @@ static void add(const problem *p, operation *op, support_array *grad, size_t fir
 
 static double *reference(const problem *p)
 {
-    double *want = malloc(p->rows * p->columns * sizeof *want);
-    cr_assert(want != NULL);
+    double *want = support_calloc(p->rows * p->columns, sizeof(double));
     memcpy(want, p->grad.host, p->rows * p->columns * sizeof *want);
     for (size_t k = 0; k < p->batch * p->length; k++)
         for (size_t m = 0; m < p->rows; m++) {
@@ -80,10 +73,7 @@ static void check(problem *p, operation *op)
         for (size_t i = 0, first = 0; support_cuts[c][i]; first += support_cuts[c][i++])
             add(p, op, &grad, first, support_cuts[c][i]);
         support_expect_same(&whole, 0, &grad, 0, p->rows * p->columns, "cut samples");
-        support_array_free(&grad);
     }
-    support_array_free(&whole);
-    free(want);
 }
 
 /* Tiles that are not full in both directions; lengths that fill no step, one, and several with a
@@ -99,7 +89,7 @@ static void check_shapes(operation *op, support_random *random)
         problem p = problem_create(support_dtypes[i / count], SUPPORT_CUT_BATCH, shape[0], shape[1],
                                    shape[2], random);
         check(&p, op);
-        problem_destroy(&p);
+        support_free_all();
     }
 }
 
@@ -125,7 +115,7 @@ static void check_large(operation *op, support_random *random)
             problem p =
                 problem_create(support_dtypes[d], 2, 40, shapes[i][0], shapes[i][1], random);
             check(&p, op);
-            problem_destroy(&p);
+            support_free_all();
         }
 }
 
@@ -154,10 +144,8 @@ static void check_cuts(operation *op, rbk_dtype dtype, size_t rows, size_t colum
         add(&p, op, &grad, 0, cut);
         add(&p, op, &grad, cut, p.batch - cut);
         support_expect_same(&whole, 0, &grad, 0, rows * columns, "cut in two");
-        support_array_free(&grad);
     }
-    support_array_free(&whole);
-    problem_destroy(&p);
+    support_free_all();
 }
 
 Test(kernels_weight_gradient, every_cut, .description = "seed 65")
