@@ -7,11 +7,20 @@
 #include "gpt/cuda.h"
 #include "gpt_cuda_support.h"
 
-/* The same call on both queues: `arguments` is a macro that makes them for a side of the pairs. */
-#define ON_BOTH(member, arguments)                                                                 \
+static int side; /* of the pairs: 0, the host's, or 1 */
+
+static void *at(struct pair pair)
+{
+    return side ? pair.gpu : pair.host;
+}
+
+/* The same call on both queues. */
+#define ON_BOTH(member, ...)                                                                       \
     do {                                                                                           \
-        ASSERT_OK(host_ops->member(&on_host, arguments(host)));                                    \
-        ASSERT_OK(gpu_ops->member(&on_gpu, arguments(gpu)));                                       \
+        side = 0;                                                                                  \
+        ASSERT_OK(host_ops->member(&on_host, __VA_ARGS__));                                        \
+        side = 1;                                                                                  \
+        ASSERT_OK(gpu_ops->member(&on_gpu, __VA_ARGS__));                                          \
     } while (0)
 
 /* ---- embedding ---- */
@@ -19,20 +28,15 @@
 static void check_embedding(size_t samples, size_t T, size_t C, size_t V, support_random *random)
 {
     const struct pair ids = pair_tokens(samples, T, V, random);
-    const struct gpt_tokens host_tokens = {ids.host, samples, T},
-                            gpu_tokens = {ids.gpu, samples, T};
+    const struct gpt_tokens tokens[] = {{ids.host, samples, T}, {ids.gpu, samples, T}};
     const struct pair table = pair_random(V * C, 1.0f, random);
     const struct pair positions = pair_random(T * C, 1.0f, random);
     const struct pair dx = pair_random(samples * T * C, 1.0f, random);
     const struct pair x = pair_poisoned(samples * T * C);
     const struct pair dtable = pair_random(V * C, 1.0f, random);
     const struct pair dpositions = pair_random(T * C, 1.0f, random);
-#define FORWARD(side) x.side, &side##_tokens, table.side, positions.side, C
-    ON_BOTH(embedding_forward, FORWARD);
-#undef FORWARD
-#define BACKWARD(side) dtable.side, dpositions.side, dx.side, &side##_tokens, C
-    ON_BOTH(embedding_backward, BACKWARD);
-#undef BACKWARD
+    ON_BOTH(embedding_forward, at(x), &tokens[side], at(table), at(positions), C);
+    ON_BOTH(embedding_backward, at(dtable), at(dpositions), at(dx), &tokens[side], C);
     pair_expect_close(&x, "x");
     pair_expect_close(&dtable, "dtoken_table");
     pair_expect_close(&dpositions, "dposition_table");
@@ -59,19 +63,11 @@ static void check_layernorm(size_t samples, size_t C, support_random *random)
     const struct pair mean = pair_poisoned(rows), rstd = pair_poisoned(rows);
     const struct pair dgamma = pair_random(C, 1.0f, random), dbeta = pair_random(C, 1.0f, random);
     const struct pair sum = pair_random(rows * C, 1.0f, random);
-#define FORWARD(side) y.side, mean.side, rstd.side, x.side, gamma.side, beta.side, rows, C
-    ON_BOTH(layernorm_forward, FORWARD);
-#undef FORWARD
-#define BACKWARD(side)                                                                             \
-    dx.side, dgamma.side, dbeta.side, dy.side, x.side, mean.side, rstd.side, gamma.side, rows, C,  \
-        false
-    ON_BOTH(layernorm_backward, BACKWARD);
-#undef BACKWARD
-#define ADDING(side)                                                                               \
-    sum.side, dgamma.side, dbeta.side, dy.side, x.side, mean.side, rstd.side, gamma.side, rows, C, \
-        true
-    ON_BOTH(layernorm_backward, ADDING);
-#undef ADDING
+    ON_BOTH(layernorm_forward, at(y), at(mean), at(rstd), at(x), at(gamma), at(beta), rows, C);
+    ON_BOTH(layernorm_backward, at(dx), at(dgamma), at(dbeta), at(dy), at(x), at(mean), at(rstd),
+            at(gamma), rows, C, false);
+    ON_BOTH(layernorm_backward, at(sum), at(dgamma), at(dbeta), at(dy), at(x), at(mean), at(rstd),
+            at(gamma), rows, C, true);
     pair_expect_close(&y, "y");
     pair_expect_close(&mean, "mean");
     pair_expect_close(&rstd, "rstd");
@@ -106,26 +102,16 @@ static void check_matmul(size_t samples, size_t inputs, size_t outputs, bool tra
     const struct pair dx = pair_poisoned(rows * inputs);
     const struct pair dw = pair_random(inputs * outputs, 1.0f, random);
     const struct pair dbias = pair_random(outputs, 1.0f, random);
-#define WITH_BIAS(side) y.side, x.side, w.side, bias.side, &shape
-    ON_BOTH(matmul_forward, WITH_BIAS);
-#undef WITH_BIAS
-#define PLAIN(side) plain.side, x.side, w.side, NULL, &shape
-    ON_BOTH(matmul_forward, PLAIN);
-#undef PLAIN
-#define INPUT(side) dx.side, dy.side, w.side, &shape
-    ON_BOTH(matmul_backward_input, INPUT);
-#undef INPUT
-#define WEIGHT(side) dw.side, dbias.side, dy.side, x.side, &shape
-    ON_BOTH(matmul_backward_weight, WEIGHT);
-#undef WEIGHT
+    ON_BOTH(matmul_forward, at(y), at(x), at(w), at(bias), &shape);
+    ON_BOTH(matmul_forward, at(plain), at(x), at(w), NULL, &shape);
+    ON_BOTH(matmul_backward_input, at(dx), at(dy), at(w), &shape);
+    ON_BOTH(matmul_backward_weight, at(dw), at(dbias), at(dy), at(x), &shape);
     pair_expect_close(&y, "y with a bias");
     pair_expect_close(&plain, "y");
     pair_expect_close(&dx, "dx");
     pair_expect_close(&dw, "dweight");
     pair_expect_close(&dbias, "dbias");
-#define WITHOUT(side) dw.side, NULL, dy.side, x.side, &shape
-    ON_BOTH(matmul_backward_weight, WITHOUT);
-#undef WITHOUT
+    ON_BOTH(matmul_backward_weight, at(dw), NULL, at(dy), at(x), &shape);
     pair_expect_close(&dw, "dweight once more");
 }
 
@@ -186,12 +172,8 @@ static void check_attention(size_t samples, size_t T, size_t heads, size_t width
     const struct pair dout = pair_random(rows * C, 1.0f, random);
     const struct pair out = pair_poisoned(rows * C), sums = pair_poisoned(rows * heads);
     const struct pair dqkv = pair_poisoned(rows * 3 * C);
-#define FORWARD(side) out.side, sums.side, qkv.side, &shape
-    ON_BOTH(attention_forward, FORWARD);
-#undef FORWARD
-#define BACKWARD(side) dqkv.side, dout.side, out.side, qkv.side, sums.side, &shape
-    ON_BOTH(attention_backward, BACKWARD);
-#undef BACKWARD
+    ON_BOTH(attention_forward, at(out), at(sums), at(qkv), &shape);
+    ON_BOTH(attention_backward, at(dqkv), at(dout), at(out), at(qkv), at(sums), &shape);
     reorder_log_sums(&sums, &shape);
     pair_expect_close(&out, "out");
     pair_expect_close(&sums, "log_sums");
@@ -231,15 +213,9 @@ Test(gpt_cuda_ops, gelu_and_add, .description = "seed 15")
     const struct pair x = pair_random(count, 8.0f, &random);
     const struct pair y = pair_poisoned(count), dy = pair_random(count, 1.0f, &random);
     const struct pair sum = pair_random(count, 1.0f, &random);
-#define FORWARD(side) y.side, x.side, count
-    ON_BOTH(gelu_forward, FORWARD);
-#undef FORWARD
-#define BACKWARD(side) dy.side, x.side, count
-    ON_BOTH(gelu_backward, BACKWARD);
-#undef BACKWARD
-#define ADD(side) sum.side, x.side, count
-    ON_BOTH(add, ADD);
-#undef ADD
+    ON_BOTH(gelu_forward, at(y), at(x), count);
+    ON_BOTH(gelu_backward, at(dy), at(x), count);
+    ON_BOTH(add, at(sum), at(x), count);
     pair_expect_close(&y, "y");
     pair_expect_close(&dy, "dy");
     pair_expect_close(&sum, "sum");
@@ -255,15 +231,9 @@ static void check_dropout(const struct gpt_dropout *dropout, size_t samples, siz
     const struct pair x = pair_random(count, 1.0f, random);
     const struct pair residual = pair_random(count, 1.0f, random);
     const struct pair out = pair_poisoned(count), alone = pair_poisoned(count);
-#define ADDED(side) out.side, residual.side, x.side, samples, elements, dropout
-    ON_BOTH(dropout_add, ADDED);
-#undef ADDED
-#define ALONE(side) alone.side, NULL, x.side, samples, elements, dropout
-    ON_BOTH(dropout_add, ALONE);
-#undef ALONE
-#define IN_PLACE(side) x.side, residual.side, x.side, samples, elements, dropout
-    ON_BOTH(dropout_add, IN_PLACE);
-#undef IN_PLACE
+    ON_BOTH(dropout_add, at(out), at(residual), at(x), samples, elements, dropout);
+    ON_BOTH(dropout_add, at(alone), NULL, at(x), samples, elements, dropout);
+    ON_BOTH(dropout_add, at(x), at(residual), at(x), samples, elements, dropout);
     pair_expect_close(&out, "out");
     pair_expect_close(&alone, "out without a residual");
     pair_expect_close(&x, "out in place");
@@ -294,21 +264,14 @@ static void check_loss(size_t samples, size_t V, float spread, support_random *r
 {
     const size_t T = on_gpu.sample_rows, rows = samples * T;
     const struct pair ids = pair_tokens(samples, T, V, random);
-    const struct gpt_tokens host_tokens = {ids.host, samples, T},
-                            gpu_tokens = {ids.gpu, samples, T};
+    const struct gpt_tokens tokens[] = {{ids.host, samples, T}, {ids.gpu, samples, T}};
     const struct pair logits = pair_random(rows * V, spread, random);
     const struct pair losses = pair_poisoned(rows), again = pair_poisoned(rows);
     const struct pair sum = pair_random_doubles(1, 10.0, random);
-#define EVALUATE(side) again.side, logits.side, &side##_tokens, V, 0.0f
-    ON_BOTH(cross_entropy, EVALUATE);
-#undef EVALUATE
+    ON_BOTH(cross_entropy, at(again), at(logits), &tokens[side], V, 0.0f);
     pair_expect_close(&logits, "logits that were to be left alone");
-#define TRAIN(side) losses.side, logits.side, &side##_tokens, V, 0.125f
-    ON_BOTH(cross_entropy, TRAIN);
-#undef TRAIN
-#define SUM(side) sum.side, losses.side, rows
-    ON_BOTH(sum_losses, SUM);
-#undef SUM
+    ON_BOTH(cross_entropy, at(losses), at(logits), &tokens[side], V, 0.125f);
+    ON_BOTH(sum_losses, at(sum), at(losses), rows);
     pair_expect_close(&losses, "losses");
     pair_expect_close(&again, "losses in evaluation");
     pair_expect_close(&logits, "gradient of the logits");
@@ -341,13 +304,9 @@ static void check_norm(size_t count, float most, support_random *random)
     const struct pair partials =
         pair_poisoned_doubles((count + GPT_NORM_CHUNK - 1) / GPT_NORM_CHUNK);
     const struct pair norm = pair_poisoned(2);
-#define SQUARES(side) partials.side, x.side, count
-    ON_BOTH(sum_squares, SQUARES);
-#undef SQUARES
+    ON_BOTH(sum_squares, at(partials), at(x), count);
     const struct pair inverse = pair_of(0.125f, random);
-#define CLIP(side) norm.side, partials.side, partials.count, most, inverse.side
-    ON_BOTH(clip_scale, CLIP);
-#undef CLIP
+    ON_BOTH(clip_scale, at(norm), at(partials), partials.count, most, at(inverse));
     pair_expect_close(&partials, "partial sums");
     pair_expect_close(&norm, "norm and scale");
 }
@@ -365,15 +324,11 @@ static void check_adamw(size_t count, const struct gpt_adamw *settings, support_
         squares[i] = fabsf(squares[i]);
     ASSERT_OK(rebatch_copy(on_gpu.device, second.gpu, squares, count * sizeof *squares, NULL));
     const struct pair inverse = pair_of(0.125f, random);
-#define ARRAYS(side)                                                                               \
-    {                                                                                              \
-        weight.side, first.side, second.side, NULL, gradient.side, inverse.side, scale.side, count \
-    }
-    const struct gpt_adamw_arrays host = ARRAYS(host), gpu = ARRAYS(gpu);
-#undef ARRAYS
-#define UPDATE(side) &(side), settings
-    ON_BOTH(adamw, UPDATE);
-#undef UPDATE
+    struct gpt_adamw_arrays arrays[2];
+    for (side = 0; side < 2; side++)
+        arrays[side] = (struct gpt_adamw_arrays){at(weight),   at(first),   at(second), NULL,
+                                                 at(gradient), at(inverse), at(scale),  count};
+    ON_BOTH(adamw, &arrays[side], settings);
     pair_expect_close(&weight, "weight");
     pair_expect_close(&first, "first moment");
     pair_expect_close(&second, "second moment");
