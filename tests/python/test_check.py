@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 
+import forked
 import rebatch.torch as rebatch
 from models import fails_above, make, regression_loss, same_bits, state_of
 
@@ -323,16 +324,9 @@ print("trained")
 """
 
 
-def run_program(kind, variable="1", **more):
-    environment = {**os.environ, "REBATCH_CHECK": variable, **more.pop("env", {})}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        **more,
-    )
+def run_program(kind, variable="1", **variables):
+    environment = {**os.environ, "REBATCH_CHECK": variable, **variables}
+    return forked.run(PROGRAM, kind, env=environment)
 
 
 def test_a_program_is_checked_as_it_is_and_ends():
@@ -355,7 +349,13 @@ def test_a_command_that_waits_hears_the_answer():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         name = f"{theirs.fileno()}:{os.fstat(theirs.fileno()).st_ino}"
-        ended = run_program("sum", env={"REBATCH_REPORT_FD": name}, pass_fds=[theirs.fileno()])
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "sum"],
+            env={**os.environ, "REBATCH_CHECK": "1", "REBATCH_REPORT_FD": name},
+            capture_output=True,
+            text=True,
+            pass_fds=[theirs.fileno()],
+        )
         head, _, text = ours.recv(1 << 16).decode().partition("\n")
     assert ended.returncode == 4 and ended.stdout == "before\n"
     assert head == "answer 4 0" and text.startswith("sum             ")
@@ -439,7 +439,7 @@ def test_the_rounding_of_a_difference_in_16_bits_is_no_mistake():
 
 
 def test_a_probe_of_a_program_without_a_pool_says_what_it_needs():
-    ended = run_program("mean", "0", env={"REBATCH_PROBE_ONLY": "1"})
+    ended = run_program("mean", "0", REBATCH_PROBE_ONLY="1")
     assert ended.returncode == 1 and ended.stdout == "before\n"
     assert ended.stderr == (
         "rebatch: a probe goes by the allocations of rebatch's pool: call rebatch.install() first, "

@@ -4,27 +4,27 @@ out of memory."""
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "python"
 
 
+def ended(name, *arguments, **variables):
+    """An example that has run to its end."""
+    program = EXAMPLES / name
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    return forked.run(program.read_text(), *arguments, name=program, env=environment)
+
+
 def run(name, *arguments):
     """(the lines that an example prints, those on standard error)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("LD_PRELOAD", None)
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = ended(name, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()
 
@@ -115,11 +115,9 @@ def test_separable_cnn_says_what_is_wrong_with_batch_norm():
     ids=" ".join,
 )
 def test_a_check_of_an_example_finds_nothing(arguments):
-    program = [sys.executable, str(EXAMPLES / arguments[0]), *arguments[1:]]
-    environment = {**os.environ, "REBATCH_CHECK": "1"}
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "no mistakes: " in ended.stdout
+    done = ended(*arguments, REBATCH_CHECK="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no mistakes: " in done.stdout
 
 
 def test_variable_length():

@@ -3,12 +3,14 @@
 import ctypes
 import gc
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 import torch
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # models.py, forked.py
 
 # The variable of PyTorch's allocator, which has another name since 2.10.
 IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+import forked
 from conftest import ALLOC_CONF, IS_OLD, SUMS_ON_HOST, complaints
 
 from rebatch.torch.allocator import front_library
@@ -21,33 +22,42 @@ from rebatch.torch.allocator import front_build
 GIB = 1 << 30
 
 
-def run(script, **variables):
-    """Run a script in a process of its own."""
-    head = (
-        "import gc, torch\n"
-        "from rebatch.torch.allocator import install as rebatch\n"
-        "def tensor(n, device='cuda'):\n"
-        "    return torch.empty(n, dtype=torch.uint8, device=device)\n"
-        "MIB = 1 << 20\n" + SUMS_ON_HOST
-    )
+HEAD = (
+    "import gc, torch\n"
+    "from rebatch.torch.allocator import install as rebatch\n"
+    "def tensor(n, device='cuda'):\n"
+    "    return torch.empty(n, dtype=torch.uint8, device=device)\n"
+    "MIB = 1 << 20\n" + SUMS_ON_HOST
+)
+
+
+def run_to_the_end(script, **variables):
+    """Run a script in a process that Python takes down at its end."""
     # A thread of autograd that lets go of a tensor while Python ends aborts the process, also in
     # PyTorch alone: it gets the time to end its backward pass.
-    tail = "\nimport time\ntime.sleep(0.05)\n"
+    program = HEAD + script + "\nimport time\ntime.sleep(0.05)\n"
     environment = {**os.environ, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", head + script + tail],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def child(script, **variables):
-    """Run a script in a process of its own; returns what it prints. It must not complain."""
-    result = run(script, **variables)
+def run(script, **variables):
+    """Run a script in a process of its own; in a fork, where nothing is read on import."""
+    if all(name.startswith(("STANDIN_", "REBATCH_")) for name in variables):
+        return forked.run(HEAD + script, env={**os.environ, **variables})
+    return run_to_the_end(script, **variables)
+
+
+def said(result):
+    """What the script printed. It must not have complained."""
     assert result.returncode == 0, result.stdout + result.stderr
     assert complaints(result.stderr) == "", result.stderr
     return result.stdout
+
+
+def child(script, **variables):
+    """Run a script in a process of its own; returns what it prints."""
+    return said(run(script, **variables))
 
 
 def find():
@@ -152,8 +162,8 @@ def test_a_memory_fraction_that_is_set_before_the_first_allocation_holds(late):
         "torch.cuda.set_per_process_memory_fraction(1.0)\n"
         "holds()\n"
     )
-    said = child(LARGEST + script, STANDIN_MEMORY=str(GIB))
-    assert said == "False 0.1\nFalse 0.1\nTrue 1.0\n"
+    printed = child(LARGEST + script, STANDIN_MEMORY=str(GIB))
+    assert printed == "False 0.1\nFalse 0.1\nTrue 1.0\n"
 
 
 @pytest.mark.skipif(IS_OLD, reason="PyTorch 2.10 and newer have the setting")
@@ -242,9 +252,10 @@ def test_allocator_settings_reach_the_pool_or_are_named(conf, divisions, named):
     result = run(script, **{ALLOC_CONF: conf})
     step = {0: 1, 4: 8, 8: 4}[divisions]  # of 4 to 8 MiB, in eighths of a MiB
     assert result.stdout == f"{-(-41 // step) * step}\n", result.stderr
-    said = complaints(result.stderr)
+    complained = complaints(result.stderr)
     expected = f"do not reach rebatch's pool: {named}; they hold for CUDA graphs and MemPools"
-    assert said.count("do not reach") == (1 if named else 0) and (not named or expected in said)
+    assert complained.count("do not reach") == bool(named)
+    assert not named or expected in complained
 
 
 def test_an_argument_goes_before_the_setting():
@@ -276,8 +287,8 @@ def test_the_smaller_limit_of_argument_and_environment_holds(variable, arguments
         "total = torch.cuda.mem_get_info()[1]\n"
         f"print(fits({limit} - 2), fits({limit} + 2))\n"
     )
-    said = child(LARGEST + script, REBATCH_MEMORY_LIMIT=variable, STANDIN_MEMORY=str(GIB))
-    assert said == "True False\n"
+    printed = child(LARGEST + script, REBATCH_MEMORY_LIMIT=variable, STANDIN_MEMORY=str(GIB))
+    assert printed == "True False\n"
 
 
 def test_the_environments_limit_holds_when_the_limit_changes():
@@ -304,8 +315,8 @@ def test_a_step_without_install_has_the_environments_limit():
         "rebatch.torch.map(weight, torch.ones(4, 8, device='cuda'))\n"
         "print(abs(torch.cuda.get_per_process_memory_fraction() / lower - 1) < 1e-3)\n"
     )
-    said = child(LARGEST + script, REBATCH_MEMORY_LIMIT="256MiB", STANDIN_MEMORY=str(GIB))
-    assert said == "True\nTrue False\nTrue\n"
+    printed = child(LARGEST + script, REBATCH_MEMORY_LIMIT="256MiB", STANDIN_MEMORY=str(GIB))
+    assert printed == "True\nTrue False\nTrue\n"
 
 
 @pytest.mark.parametrize(
@@ -329,7 +340,7 @@ def test_a_step_without_install_has_the_environments_limit():
     ids=["global", "atexit", "builtin", "cycle", "thread", "recorded", "module", "graph"],
 )
 def test_the_process_ends_quietly(script):
-    child("old = tensor(MIB)\nrebatch.install()\n" + script)
+    said(run_to_the_end("old = tensor(MIB)\nrebatch.install()\n" + script))
 
 
 def test_pytorchs_variable_turns_caching_off():
@@ -369,8 +380,8 @@ def test_another_backend_is_refused_in_one_sentence():
         "except RuntimeError as error: print(error)\n"
         "assert not rebatch.installed()\n"
     )
-    said = child(script, **{ALLOC_CONF: "backend:cudaMallocAsync"})
-    assert "install() needs the native one" in said
+    printed = child(script, **{ALLOC_CONF: "backend:cudaMallocAsync"})
+    assert "install() needs the native one" in printed
 
 
 def test_what_the_native_allocator_has_cached_goes_back():

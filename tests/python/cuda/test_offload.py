@@ -4,8 +4,6 @@ it is memory, contents of inputs, order and exceptions."""
 
 import contextlib
 import gc
-import pathlib
-import sys
 import time
 
 import pytest
@@ -17,8 +15,7 @@ from rebatch.torch.saving import host_inputs
 
 from conftest import INSTALLED, STANDIN, assert_passes_installed
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from models import FailAt, same_bits, state_of  # noqa: E402
+from models import FailAt, same_bits, state_of
 
 MIB = 1 << 20
 

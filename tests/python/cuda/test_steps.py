@@ -4,7 +4,6 @@ kernels do nothing, it is memory, order and exceptions."""
 
 import contextlib
 import gc
-import pathlib
 import subprocess
 import sys
 import threading
@@ -22,8 +21,7 @@ from rebatch.torch.program.update import first_update_bytes
 
 from conftest import INSTALLED, STANDIN, assert_passes_installed
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from models import FailAt, fails_above, make, out_of_memory, same_bits, state_of  # noqa: E402
+from models import FailAt, fails_above, make, out_of_memory, same_bits, state_of
 
 MIB = 1 << 20
 if INSTALLED:
