@@ -10,6 +10,7 @@ struct world {
     rebatch_pool *pool;
     rebatch_stream owner, other, reader;
     bool may_wait;
+    int turn; /* of two */
 };
 
 static bool may_wait(void *user)
@@ -70,187 +71,154 @@ static void finish_other_work(const struct world *w)
     lazy_go_on(w->other, 8);
 }
 
-/* With events of the device, and without: then only a wait tells. */
-static void in_both_worlds(size_t pages, void (*body)(struct world *w))
+/* For a loop: the world without events of the device, where only a wait tells, then that with them;
+ * each is closed when its turn is over. */
+static bool next_world(struct world *w, size_t pages)
 {
-    for (int has_events = 0; has_events < 2; has_events++) {
-        struct world w;
-        open_world(&w, pages, has_events);
-        body(&w);
-        close_world(&w);
-    }
-}
-
-static void reuse_by_another_stream(struct world *w)
-{
-    void *const block = take_read(w, 8);
-    give(w->pool, block);
-    void *const fresh = take_checked(w, 8, w->other);
-    cr_assert_neq(fresh, block);
-    lazy_go_on(w->reader, 8);
-    finish_other_work(w);
-    if (w->device->ops->event_record_all)
-        cr_assert_eq(take_checked(w, 8, w->other), block);
+    if (w->turn > 0)
+        close_world(w);
+    if (w->turn < 2)
+        open_world(w, pages, w->turn > 0);
+    return w->turn++ < 2;
 }
 
 Test(pool_after_device, another_stream_gets_a_block_only_when_nobody_reads_it)
 {
-    in_both_worlds(64, reuse_by_another_stream);
-}
-
-static void reuse_by_its_own_stream(struct world *w)
-{
-    void *const block = take_read(w, 8);
-    give(w->pool, block);
-    cr_assert_eq(take_checked(w, 8, w->owner), block);
-    cr_assert(is_read());
-    lazy_go_on(w->reader, 8);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        void *const block = take_read(w, 8);
+        give(w->pool, block);
+        void *const fresh = take_checked(w, 8, w->other);
+        cr_assert_neq(fresh, block);
+        lazy_go_on(w->reader, 8);
+        finish_other_work(w);
+        if (w->device->ops->event_record_all)
+            cr_assert_eq(take_checked(w, 8, w->other), block);
+    }
 }
 
 Test(pool_after_device, its_own_stream_gets_it_at_once)
 {
-    in_both_worlds(64, reuse_by_its_own_stream);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        void *const block = take_read(w, 8);
+        give(w->pool, block);
+        cr_assert_eq(take_checked(w, 8, w->owner), block);
+        cr_assert(is_read());
+        lazy_go_on(w->reader, 8);
+    }
 }
 
 /* The device is full, so the pool waits rather than fail. */
-static void reuse_by_another_stream_after_a_wait(struct world *w)
-{
-    void *const block = take_read(w, 8);
-    give(w->pool, block);
-    cr_assert_eq(take_checked(w, 8, w->other), block);
-}
-
 Test(pool_after_device, the_pool_waits_for_the_device_before_it_fails)
 {
-    in_both_worlds(8, reuse_by_another_stream_after_a_wait);
-}
-
-static void move_pages(struct world *w)
-{
-    void *const block = take_read(w, 4);
-    void *const between = take_checked(w, 1, w->owner);
-    give(w->pool, block);
-    void *const large = take_checked(w, 8, w->owner); /* four of its pages are the block's */
-    cr_assert_neq(large, block);
-    give(w->pool, between);
+    for (struct world w[1] = {{0}}; next_world(w, 8);) {
+        void *const block = take_read(w, 8);
+        give(w->pool, block);
+        cr_assert_eq(take_checked(w, 8, w->other), block);
+    }
 }
 
 Test(pool_after_device, pages_move_only_when_nobody_reads_them)
 {
-    in_both_worlds(9, move_pages);
-}
-
-static void trim(struct world *w)
-{
-    size_t released;
-    give(w->pool, take_read(w, 8));
-    cr_assert_eq(rebatch_pool_trim(w->pool, 0, &released), REBATCH_OK);
-    cr_assert_eq(released, 8 * PAGE);
-    cr_assert_not(is_read());
+    for (struct world w[1] = {{0}}; next_world(w, 9);) {
+        void *const block = take_read(w, 4);
+        void *const between = take_checked(w, 1, w->owner);
+        give(w->pool, block);
+        void *const large = take_checked(w, 8, w->owner); /* four of its pages are the block's */
+        cr_assert_neq(large, block);
+        give(w->pool, between);
+    }
 }
 
 Test(pool_after_device, a_trim_waits_for_the_device)
 {
-    in_both_worlds(64, trim);
-}
-
-static void lower_the_limit(struct world *w)
-{
-    give(w->pool, take_read(w, 8));
-    cr_assert_eq(rebatch_pool_set_limit(w->pool, PAGE), REBATCH_OK);
-    cr_assert_leq(stats_of(w->pool).reserved_bytes, PAGE);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        size_t released;
+        give(w->pool, take_read(w, 8));
+        cr_assert_eq(rebatch_pool_trim(w->pool, 0, &released), REBATCH_OK);
+        cr_assert_eq(released, 8 * PAGE);
+        cr_assert_not(is_read());
+    }
 }
 
 Test(pool_after_device, so_does_a_limit_that_is_lowered)
 {
-    in_both_worlds(64, lower_the_limit);
-}
-
-static void roll_back(struct world *w)
-{
-    const rebatch_scope scope = begin(w->pool);
-    void *const block = take_read(w, 8);
-    rollback(w->pool, scope);
-    cr_assert_neq(take_checked(w, 8, w->other), block);
-    cr_assert_eq(take_checked(w, 8, w->owner), block);
-    lazy_go_on(w->reader, 8);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        give(w->pool, take_read(w, 8));
+        cr_assert_eq(rebatch_pool_set_limit(w->pool, PAGE), REBATCH_OK);
+        cr_assert_leq(stats_of(w->pool).reserved_bytes, PAGE);
+    }
 }
 
 Test(pool_after_device, what_a_rollback_takes_back_stays_with_its_stream)
 {
-    in_both_worlds(64, roll_back);
-}
-
-static void admit(struct world *w)
-{
-    void *const block = take_read(w, 8);
-    give(w->pool, block);
-    cr_assert_eq(rbi_pool_admit(w->pool, 8 * PAGE, w->other), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_reserve(w->pool, 8 * PAGE, w->other), REBATCH_OK);
-    (void)take_checked(w, 8, w->other);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        const rebatch_scope scope = begin(w->pool);
+        void *const block = take_read(w, 8);
+        rollback(w->pool, scope);
+        cr_assert_neq(take_checked(w, 8, w->other), block);
+        cr_assert_eq(take_checked(w, 8, w->owner), block);
+        lazy_go_on(w->reader, 8);
+    }
 }
 
 Test(pool_after_device, admission_and_reservation_wait_for_the_device)
 {
-    in_both_worlds(10, admit);
-}
-
-static void destroy_the_stream(struct world *w)
-{
-    void *const block = take_read(w, 8);
-    give(w->pool, block);
-    rebatch_stream_destroy(w->device, w->owner);
-    cr_assert_neq(take_checked(w, 8, w->other), block);
-    lazy_go_on(w->reader, 8);
-    cr_assert_eq(rebatch_stream_create(&w->owner, w->device), REBATCH_OK);
+    for (struct world w[1] = {{0}}; next_world(w, 10);) {
+        void *const block = take_read(w, 8);
+        give(w->pool, block);
+        cr_assert_eq(rbi_pool_admit(w->pool, 8 * PAGE, w->other), REBATCH_OK);
+        cr_assert_eq(rebatch_pool_reserve(w->pool, 8 * PAGE, w->other), REBATCH_OK);
+        (void)take_checked(w, 8, w->other);
+    }
 }
 
 Test(pool_after_device, a_block_of_a_destroyed_stream_may_still_be_read)
 {
-    in_both_worlds(64, destroy_the_stream);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        void *const block = take_read(w, 8);
+        give(w->pool, block);
+        rebatch_stream_destroy(w->device, w->owner);
+        cr_assert_neq(take_checked(w, 8, w->other), block);
+        lazy_go_on(w->reader, 8);
+        cr_assert_eq(rebatch_stream_create(&w->owner, w->device), REBATCH_OK);
+    }
 }
 
 /* A declared use is over when that stream says so, whatever else the device does. */
-static void end_a_declared_use(struct world *w)
-{
-    void *const unrelated = take_read(w, 2);
-    void *const block = take_checked(w, 8, w->owner);
-    cr_assert_eq(rebatch_pool_use_on(w->pool, block, w->other), REBATCH_OK);
-    lazy_use(w->other, block, 8 * PAGE);
-    give(w->pool, block);
-    finish_other_work(w);
-    cr_assert_eq(take_checked(w, 8, w->owner), block);
-    cr_assert(is_read());
-    lazy_go_on(w->reader, 8);
-    give(w->pool, unrelated);
-}
-
 Test(pool_after_device, a_declared_use_ends_with_its_stream)
 {
-    in_both_worlds(64, end_a_declared_use);
-}
-
-static void forbid_waits(struct world *w)
-{
-    void *const block = take_read(w, 4), *pointer;
-    (void)take_checked(w, 1, w->owner);
-    give(w->pool, block);
-    w->may_wait = false;
-    const uint64_t calls = lazy_event_calls();
-    cr_assert_eq(rebatch_pool_alloc(&pointer, w->pool, 8 * PAGE, w->owner, 0), REBATCH_OOM);
-    cr_assert_eq(rebatch_pool_alloc(&pointer, w->pool, 6 * PAGE, w->other, 0), REBATCH_OOM);
-    cr_assert_eq(rebatch_pool_trim(w->pool, 0, NULL), REBATCH_OK);
-    cr_assert_eq(lazy_event_calls(), calls);
-    cr_assert(is_read());
-    cr_assert_eq(take_checked(w, 4, w->owner), block); /* its own is there all the same */
-    give(w->pool, block);
-    w->may_wait = true;
-    (void)take_checked(w, 8, w->owner);
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        void *const unrelated = take_read(w, 2);
+        void *const block = take_checked(w, 8, w->owner);
+        cr_assert_eq(rebatch_pool_use_on(w->pool, block, w->other), REBATCH_OK);
+        lazy_use(w->other, block, 8 * PAGE);
+        give(w->pool, block);
+        finish_other_work(w);
+        cr_assert_eq(take_checked(w, 8, w->owner), block);
+        cr_assert(is_read());
+        lazy_go_on(w->reader, 8);
+        give(w->pool, unrelated);
+    }
 }
 
 Test(pool_after_device, where_it_must_not_wait_memory_stays_with_its_stream)
 {
-    in_both_worlds(9, forbid_waits);
+    for (struct world w[1] = {{0}}; next_world(w, 9);) {
+        void *const block = take_read(w, 4), *pointer;
+        (void)take_checked(w, 1, w->owner);
+        give(w->pool, block);
+        w->may_wait = false;
+        const uint64_t calls = lazy_event_calls();
+        cr_assert_eq(rebatch_pool_alloc(&pointer, w->pool, 8 * PAGE, w->owner, 0), REBATCH_OOM);
+        cr_assert_eq(rebatch_pool_alloc(&pointer, w->pool, 6 * PAGE, w->other, 0), REBATCH_OOM);
+        cr_assert_eq(rebatch_pool_trim(w->pool, 0, NULL), REBATCH_OK);
+        cr_assert_eq(lazy_event_calls(), calls);
+        cr_assert(is_read());
+        cr_assert_eq(take_checked(w, 4, w->owner), block); /* its own is there all the same */
+        give(w->pool, block);
+        w->may_wait = true;
+        (void)take_checked(w, 8, w->owner);
+    }
 }
 
 /* Each block is read until a share of the work goes on. */

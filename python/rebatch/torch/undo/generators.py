@@ -49,7 +49,7 @@ def is_same_state(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if isinstance(a, dict):
         return len(a) == len(b) and all(is_same_state(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
+    if isinstance(a, tuple) and any(hasattr(part, "all") for part in a):  # an array of NumPy
         return len(a) == len(b) and all(map(is_same_state, a, b))
     same = a == b
     return bool(same if isinstance(same, bool) else same.all())
