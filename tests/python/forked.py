@@ -15,7 +15,8 @@ import traceback
 
 @functools.cache
 def _server():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Looking for GPUs must not start the driver in the server: it does not outlive a fork.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     pipe = subprocess.PIPE
     command = [sys.executable, __file__]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
