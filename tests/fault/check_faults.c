@@ -1,12 +1,8 @@
 /* Owns the test that a check and a map leave nothing behind, whatever call of the host heap or of
  * the device fails. */
-#include <criterion/criterion.h>
-
 #include "base/base.h"
 #include "fault/fault_device.h"
-#include "rebatch/rebatch.h"
-
-#define KIB(n) ((size_t)(n) << 10)
+#include "integration/rig.h"
 
 struct trainer {
     rebatch_device *host, *device;
@@ -57,26 +53,22 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
     return rebatch_pool_free(mb->pool, memory);
 }
 
-static void open_trainer(struct trainer *t)
+static void trainer_open(struct trainer *t)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = REBATCH_LOG_QUIET;
     *t = (struct trainer){.sum = 0};
-    cr_assert_eq(rebatch_device_open_host(&t->host, KIB(1024), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&t->device, t->host, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    OK(rebatch_device_open_host(&t->host, KIB(1024), NULL));
+    OK(rebatch_device_open_fault(&t->device, t->host, NULL));
+    OK(rebatch_open(&t->rb, t->device, &OPTIONS(.log_level = REBATCH_LOG_QUIET)));
     void *pooled;
-    cr_assert_eq(rebatch_pool_alloc(&pooled, rebatch_get_pool(t->rb), sizeof *t->pooled, NULL, 0),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc(&pooled, rebatch_get_pool(t->rb), sizeof *t->pooled, NULL, 0));
     t->pooled = pooled;
     t->pooled[0] = 0;
-    cr_assert_eq(rebatch_guard(t->rb, &t->sum, sizeof t->sum, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_watch(t->rb, "gradient", &t->gradient, sizeof t->gradient,
-                               REBATCH_GUARD_HOST, REBATCH_F64),
-                 REBATCH_OK);
+    OK(rebatch_guard(t->rb, &t->sum, sizeof t->sum, REBATCH_GUARD_HOST));
+    OK(rebatch_watch(t->rb, "gradient", &t->gradient, sizeof t->gradient, REBATCH_GUARD_HOST,
+                     REBATCH_F64));
 }
 
-static void close_trainer(struct trainer *t)
+static void trainer_close(struct trainer *t)
 {
     rebatch_close(t->rb);
     rebatch_device_close(t->device);
@@ -85,11 +77,8 @@ static void close_trainer(struct trainer *t)
 
 static rebatch_status check(struct trainer *t)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
-                                  .flags = REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops =
+        OPS(zero_grad, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
     return rebatch_check(t->rb, &ops, 8, t, NULL, NULL);
 }
 
@@ -107,7 +96,7 @@ static uint64_t run_without(uint64_t nth, rebatch_status (*run)(struct trainer *
 {
     struct trainer t;
     const int64_t blocks = rbi_heap_live();
-    open_trainer(&t);
+    trainer_open(&t);
     const uint64_t before = rbi_heap_calls();
     rbi_heap_fail(nth, 1);
     const rebatch_status status = run(&t);
@@ -116,7 +105,7 @@ static uint64_t run_without(uint64_t nth, rebatch_status (*run)(struct trainer *
     cr_assert(status == REBATCH_OK || (nth && status == REBATCH_E_HOST_OOM), "call %ju: %s",
               (uintmax_t)nth, rebatch_last_error());
     cr_assert_eq(run(&t), REBATCH_OK, "after call %ju: %s", (uintmax_t)nth, rebatch_last_error());
-    close_trainer(&t);
+    trainer_close(&t);
     cr_assert_eq(rbi_heap_live(), blocks, "call %ju leaks", (uintmax_t)nth);
     return calls;
 }
@@ -143,18 +132,17 @@ Test(check_faults, every_heap_call_of_a_map_fails)
 Test(check_faults, every_device_call_of_a_check_fails)
 {
     for (uint64_t nth = 1; nth < 400; nth++) {
-        struct trainer t;
         rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        open_trainer(&t);
+        AUTO_CLOSE(trainer, t);
+        trainer_open(&t);
         plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP |
                      REBATCH_FAULT_ACCESS | REBATCH_FAULT_RESERVE;
         plan.nth = nth;
         plan.times = nth % 3 + 1;
-        cr_assert_eq(rebatch_fault_arm(t.device, &plan), REBATCH_OK);
+        OK(rebatch_fault_arm(t.device, &plan));
         (void)check(&t);
-        cr_assert_eq(rebatch_fault_arm(t.device, NULL), REBATCH_OK);
+        OK(rebatch_fault_arm(t.device, NULL));
         cr_assert_eq(check(&t), REBATCH_OK, "after call %ju: %s", (uintmax_t)nth,
                      rebatch_last_error());
-        close_trainer(&t);
     }
 }

@@ -8,6 +8,21 @@
 #include "fault/fault_device.h"
 #include "rebatch/rebatch.h"
 
+/* Kinds of device calls, and what they answer when they fail; 0 are those that take memory. */
+static const struct fault_kind {
+    uint32_t calls;
+    rebatch_status status;
+} fault_kinds[] = {{0, REBATCH_OOM},
+                   {REBATCH_FAULT_RESERVE, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_MAP, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_ACCESS, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_COPY, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_FILL, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_STREAM, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_EVENT, REBATCH_E_DEVICE},
+                   {REBATCH_FAULT_LAST_ERROR, REBATCH_E_DEVICE}};
+#define FAULT_KINDS (sizeof fault_kinds / sizeof *fault_kinds)
+
 /* From the `nth` call of these kinds on, `times` calls answer `status`. */
 static inline rebatch_fault_plan fault_plan(uint32_t calls, rebatch_status status, uint64_t nth,
                                             uint64_t times)

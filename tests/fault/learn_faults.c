@@ -1,11 +1,10 @@
 /* Owns the fault tests of sessions that learn: every heap call and every device call failing in the
  * first steps, once and for ever.
  * Must not know how a size is found. */
-#include <string.h>
-
 #include "base/base.h"
 #include "fault/fault_common.h"
 #include "fault/fault_device.h"
+#include "integration/rig.h"
 #include "recover/recover.h"
 
 #define SAMPLE_BYTES ((size_t)96 << 10)
@@ -67,21 +66,15 @@ static rebatch_status optimizer_step(void *user)
     return REBATCH_OK;
 }
 
-static const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                     .zero_grad = zero_grad,
-                                     .forward_backward = forward_backward,
-                                     .optimizer_step = optimizer_step,
-                                     .flags = REBATCH_DECLARES_MUTATION};
+static const rebatch_step_ops ops =
+    OPS(zero_grad, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
 
 static void set_up(struct trainer *t, rebatch_toggle growth)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     *t = (struct trainer){.batch = BATCH};
-    options.learn = REBATCH_ON;
-    options.growth = growth;
-    options.grow_after = 1;
     fault_open(&t->host, &t->device, CAPACITY_BYTES);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    OK(rebatch_open(&t->rb, t->device,
+                    &OPTIONS(.learn = REBATCH_ON, .growth = growth, .grow_after = 1)));
 }
 
 /* Whatever happened, the session goes on, and nothing has leaked. */
@@ -89,8 +82,7 @@ static void tear_down(struct trainer *t)
 {
     rebatch_step_report report;
     for (int i = 0; i < 8; i++)
-        cr_assert_eq(rebatch_step(t->rb, &ops, BATCH, t, &report), REBATCH_OK, "%s",
-                     rebatch_last_error());
+        OK(rebatch_step(t->rb, &ops, BATCH, t, &report));
     cr_assert_eq(report.ooms, 0);
     cr_assert_geq(report.micro_after, 13, "%zu of 26 that fit", report.micro_after);
     rebatch_close(t->rb);
@@ -159,7 +151,7 @@ Test(learn_faults, after_any_heap_call_has_failed_a_larger_batch_is_learned)
         rbi_heap_fail(0, 0);
         made = rbi_heap_calls() - calls;
         for (int i = 0; i < STEPS; i++)
-            cr_assert_eq(rebatch_step(t.rb, &ops, t.batch, &t, &report), REBATCH_OK);
+            OK(rebatch_step(t.rb, &ops, t.batch, &t, &report));
         cr_assert_eq(report.microbatches, 1);
         was_without_model |= t.rb->sizes.model.need == NULL;
         t.batch = BATCH;
@@ -179,7 +171,7 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times)
         fault_arm(t.device, &plan);
         for (int i = 0; i < STEPS; i++)
             check(rebatch_step(t.rb, &ops, BATCH, &t, NULL), failure, nth);
-        cr_assert_eq(rebatch_fault_counts(t.device, NULL, &failed), REBATCH_OK);
+        OK(rebatch_fault_counts(t.device, NULL, &failed));
         fault_arm(t.device, NULL);
         tear_down(&t);
         cr_assert_lt(nth, 3000, "there is no end to the calls");
@@ -188,18 +180,8 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times)
 
 Test(learn_faults, every_device_call_fails)
 {
-    static const struct {
-        uint32_t calls;
-        rebatch_status status;
-    } kinds[] = {{0, REBATCH_OOM},
-                 {REBATCH_FAULT_RESERVE, REBATCH_E_DEVICE},
-                 {REBATCH_FAULT_MAP, REBATCH_E_DEVICE},
-                 {REBATCH_FAULT_ACCESS, REBATCH_E_DEVICE},
-                 {REBATCH_FAULT_STREAM, REBATCH_E_DEVICE},
-                 {REBATCH_FAULT_EVENT, REBATCH_E_DEVICE},
-                 {REBATCH_FAULT_LAST_ERROR, REBATCH_E_DEVICE}};
-    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-        fail_device(kinds[i].calls, kinds[i].status, 1);
-        fail_device(kinds[i].calls, kinds[i].status, REBATCH_FAULT_FOREVER);
+    for (size_t i = 0; i < FAULT_KINDS; i++) {
+        fail_device(fault_kinds[i].calls, fault_kinds[i].status, 1);
+        fail_device(fault_kinds[i].calls, fault_kinds[i].status, REBATCH_FAULT_FOREVER);
     }
 }

@@ -1,6 +1,5 @@
 /* Owns the test that a session which takes its settings from a file, and opens a log, opens whole
  * or not at all, whatever call of the host heap fails. */
-#include <criterion/criterion.h>
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +7,7 @@
 
 #include "base/base.h"
 #include "fault/fault_device.h"
-#include "rebatch/rebatch.h"
+#include "integration/rig.h"
 
 static unsigned open_files(void)
 {
@@ -54,7 +53,7 @@ Test(open_faults, every_heap_call_fails)
     cr_assert_eq(fclose(file), 0);
     setenv("REBATCH_CONFIG", settings, 1);
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, 64 << 20, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, 64 << 20, NULL));
     uint64_t nth = 1;
     while (opens_without(nth, device))
         nth++;

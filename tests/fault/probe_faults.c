@@ -1,11 +1,10 @@
 /* Owns the fault tests of the probe: every heap call and every device call failing, once and for
  * ever.
  * Must not know how a size is found. */
-#include <string.h>
-
 #include "base/base.h"
 #include "fault/fault_common.h"
 #include "fault/fault_device.h"
+#include "integration/rig.h"
 
 #define SAMPLE_BYTES ((size_t)96 << 10)
 #define CAPACITY_BYTES ((size_t)40 * (64 << 10))
@@ -89,27 +88,19 @@ static rebatch_status optimizer_step(void *user)
     return REBATCH_OK;
 }
 
-static const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                     .zero_grad = zero_grad,
-                                     .forward_backward = forward_backward,
-                                     .optimizer_step = optimizer_step,
-                                     .flags = REBATCH_DECLARES_MUTATION};
+static const rebatch_step_ops ops =
+    OPS(zero_grad, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
 
 static void set_up(struct trainer *t, rebatch_toggle caching)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     *t = (struct trainer){.random = 1, .is_caching = caching == REBATCH_ON};
-    options.pool.caching = caching;
     fault_open(&t->host, &t->device, CAPACITY_BYTES);
-    cr_assert_eq(rebatch_stream_create(&t->stream, t->device), REBATCH_OK);
-    options.stream = t->stream;
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
-    cr_assert_eq(take(t, &t->running, 512), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, t->running, 512, REBATCH_GUARD_DEVICE), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, &t->random, sizeof t->random, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, &t->guarded_once, sizeof t->guarded_once, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
+    OK(rebatch_stream_create(&t->stream, t->device));
+    OK(rebatch_open(&t->rb, t->device, &OPTIONS(.pool.caching = caching, .stream = t->stream)));
+    OK(take(t, &t->running, 512));
+    OK(rebatch_guard(t->rb, t->running, 512, REBATCH_GUARD_DEVICE));
+    OK(rebatch_guard(t->rb, &t->random, sizeof t->random, REBATCH_GUARD_HOST));
+    OK(rebatch_guard(t->rb, &t->guarded_once, sizeof t->guarded_once, REBATCH_GUARD_HOST));
 }
 
 static void tear_down(struct trainer *t)
@@ -126,13 +117,6 @@ static rebatch_status probe(struct trainer *t, rebatch_probe_report *report)
     return rebatch_probe(t->rb, &ops, BATCH, t, &options, report);
 }
 
-static uint64_t live_bytes(const struct trainer *t)
-{
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(t->rb)), REBATCH_OK);
-    return stats.live_bytes;
-}
-
 /* ---- what a failure leaves ---- */
 
 /* What is live before the first trial, what is made once, and what a clean probe finds. */
@@ -147,9 +131,9 @@ static struct expected undisturbed(rebatch_toggle caching)
     struct expected expected;
     rebatch_probe_report report;
     set_up(&t, caching);
-    expected.before = live_bytes(&t);
-    cr_assert_eq(probe(&t, &report), REBATCH_OK, "%s", rebatch_last_error());
-    expected.once = live_bytes(&t) - expected.before;
+    expected.before = live_bytes_of(t.rb);
+    OK(probe(&t, &report));
+    expected.once = live_bytes_of(t.rb) - expected.before;
     expected.size = report.size;
     cr_assert(2 < report.size && report.size < BATCH);
     tear_down(&t);
@@ -163,10 +147,10 @@ static void assert_usable(struct trainer *t, const struct expected *expected, re
 {
     rebatch_probe_report report;
     rebatch_step_report step;
-    cr_assert_eq(live_bytes(t), expected->before + (t->once ? expected->once : 0),
+    cr_assert_eq(live_bytes_of(t->rb), expected->before + (t->once ? expected->once : 0),
                  "after %s: %ju live, %ju before, %ju once, %d", rebatch_status_name(status),
-                 (uintmax_t)live_bytes(t), (uintmax_t)expected->before, (uintmax_t)expected->once,
-                 t->once != NULL);
+                 (uintmax_t)live_bytes_of(t->rb), (uintmax_t)expected->before,
+                 (uintmax_t)expected->once, t->once != NULL);
     if (has_guards)
         cr_assert(t->random == 1 && !t->guarded_once, "%s", rebatch_status_name(status));
     t->guarded_once = NULL;
@@ -175,8 +159,8 @@ static void assert_usable(struct trainer *t, const struct expected *expected, re
     cr_assert(report.size <= expected->size && report.size + 1 >= expected->size,
               "after %s: %zu of %zu", rebatch_status_name(status), report.size, expected->size);
     cr_assert_eq(t->accumulated, 0);
-    cr_assert_eq(rebatch_step(t->rb, &ops, BATCH, t, &step), REBATCH_OK);
-    cr_assert_eq(rebatch_step(t->rb, &ops, BATCH, t, &step), REBATCH_OK);
+    OK(rebatch_step(t->rb, &ops, BATCH, t, &step));
+    OK(rebatch_step(t->rb, &ops, BATCH, t, &step));
     cr_assert_eq(t->accumulated, BATCH);
 }
 
@@ -193,7 +177,7 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times,
         set_up(&t, caching);
         fault_arm(t.device, &plan);
         const rebatch_status status = probe(&t, &report);
-        cr_assert_eq(rebatch_fault_counts(t.device, NULL, &failed), REBATCH_OK);
+        OK(rebatch_fault_counts(t.device, NULL, &failed));
         fault_arm(t.device, NULL);
         cr_assert(status == REBATCH_OK || status == failure || status == REBATCH_E_EXHAUSTED,
                   "call %d: %s", (int)nth, rebatch_status_name(status));
@@ -201,7 +185,7 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times,
         cr_assert_leq(report.size, expected.size);
         cr_assert((report.size > 0) == (status == REBATCH_OK));
         /* The callback had succeeded, and published what was then taken back. */
-        if (calls == REBATCH_FAULT_LAST_ERROR && live_bytes(&t) == expected.before)
+        if (calls == REBATCH_FAULT_LAST_ERROR && live_bytes_of(t.rb) == expected.before)
             t.once = NULL;
         assert_usable(&t, &expected, status, !(calls & REBATCH_FAULT_COPY));
         tear_down(&t);
@@ -209,39 +193,14 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times,
     }
 }
 
-static void fail_device_kinds(uint32_t calls, rebatch_status failure)
+Test(probe_faults, every_device_call_fails)
 {
-    static const rebatch_toggle caching[] = {REBATCH_ON, REBATCH_OFF};
-    for (size_t i = 0; i < 2; i++) {
-        fail_device(calls, failure, 1, caching[i]);
-        fail_device(calls, failure, REBATCH_FAULT_FOREVER, caching[i]);
-    }
-}
-
-Test(probe_faults, every_call_that_takes_memory_fails)
-{
-    fail_device_kinds(0, REBATCH_OOM);
-}
-
-Test(probe_faults, every_call_on_virtual_memory_fails)
-{
-    static const uint32_t kinds[] = {REBATCH_FAULT_RESERVE, REBATCH_FAULT_MAP,
-                                     REBATCH_FAULT_ACCESS};
-    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
-        fail_device_kinds(kinds[k], REBATCH_E_DEVICE);
-}
-
-Test(probe_faults, every_copy_and_fill_fails)
-{
-    fail_device_kinds(REBATCH_FAULT_COPY, REBATCH_E_DEVICE);
-    fail_device_kinds(REBATCH_FAULT_FILL, REBATCH_E_DEVICE);
-}
-
-Test(probe_faults, every_stream_and_event_call_fails)
-{
-    fail_device_kinds(REBATCH_FAULT_STREAM, REBATCH_E_DEVICE);
-    fail_device_kinds(REBATCH_FAULT_EVENT, REBATCH_E_DEVICE);
-    fail_device_kinds(REBATCH_FAULT_LAST_ERROR, REBATCH_E_DEVICE);
+    for (size_t i = 0; i < FAULT_KINDS; i++)
+        for (rebatch_toggle caching = REBATCH_ON; caching <= REBATCH_OFF; caching++) {
+            fail_device(fault_kinds[i].calls, fault_kinds[i].status, 1, caching);
+            fail_device(fault_kinds[i].calls, fault_kinds[i].status, REBATCH_FAULT_FOREVER,
+                        caching);
+        }
 }
 
 /* ---- host memory ---- */
@@ -269,14 +228,10 @@ static void fail_heap(uint64_t times, rebatch_toggle caching)
     }
 }
 
-Test(probe_faults, every_heap_call_fails_once)
+Test(probe_faults, every_heap_call_fails_once_and_for_ever)
 {
     fail_heap(1, REBATCH_ON);
     fail_heap(1, REBATCH_OFF);
-}
-
-Test(probe_faults, every_heap_call_fails_for_ever)
-{
     fail_heap(UINT64_MAX, REBATCH_ON);
     fail_heap(UINT64_MAX, REBATCH_OFF);
 }

@@ -1,13 +1,9 @@
 /* Owns the scripted step of the step_* tests.
  * Must not know more of the library than its public headers say. */
 #include "step_common.h"
-#include "fault/fault_device.h"
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 uint64_t script_random(uint64_t *state)
 {
@@ -15,6 +11,20 @@ uint64_t script_random(uint64_t *state)
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
+}
+
+size_t below(uint64_t *random, size_t n)
+{
+    return (size_t)(script_random(random) % n);
+}
+
+void script_inside(struct script *s,
+                   rebatch_status (*inside)(struct script *s, enum script_callback callback,
+                                            const rebatch_microbatch *mb),
+                   void *user)
+{
+    s->inside = inside;
+    s->inside_user = user;
 }
 
 /* ---- orders to fail ---- */
@@ -62,7 +72,7 @@ void script_arm(const struct script *s, uint32_t calls, uint64_t times, rebatch_
     plan.nth = 1;
     plan.times = times;
     plan.status = status;
-    cr_assert_eq(rebatch_fault_arm(s->device, &plan), REBATCH_OK);
+    OK(rebatch_fault_arm(s->device, &plan));
 }
 
 /* Fails in the order's manner: notes the answer and gives what the callback shall answer. */
@@ -156,8 +166,7 @@ static rebatch_status take(const struct script *s, void **out, size_t bytes)
 
 static void give_back(const struct script *s, void *block)
 {
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(s->rb), block), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_pool_free(rebatch_get_pool(s->rb), block));
 }
 
 static void mutate(struct script *s, struct script_call *call)
@@ -351,12 +360,8 @@ static rebatch_status lighten(unsigned level, void *user)
 
 rebatch_step_ops script_ops(void)
 {
-    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
-                              .zero_grad = zero_grad,
-                              .forward_backward = forward_backward,
-                              .optimizer_step = optimizer_step,
-                              .lighten = lighten,
-                              .flags = REBATCH_DECLARES_MUTATION};
+    return (rebatch_step_ops)OPS(zero_grad, forward_backward, optimizer_step, .lighten = lighten,
+                                 .flags = REBATCH_DECLARES_MUTATION);
 }
 
 void script_restore(struct script *s)

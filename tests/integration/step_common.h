@@ -4,7 +4,8 @@
 #ifndef STEP_COMMON_H
 #define STEP_COMMON_H
 
-#include "rebatch/rebatch.h"
+#include "fault/fault_device.h"
+#include "rig.h"
 
 #define SCRIPT_SAMPLES 512
 #define SCRIPT_CALLS 4096
@@ -16,9 +17,6 @@
 #define SCRIPT_IMPOSSIBLE_BYTES ((size_t)1 << 40)
 /* A status that is the script's own. */
 #define SCRIPT_STATUS ((rebatch_status)(REBATCH_E_USER + 7))
-
-#define KIB(n) ((size_t)(n) << 10)
-#define MIB(n) ((size_t)(n) << 20)
 
 enum script_callback {
     SCRIPT_ZERO,
@@ -144,8 +142,19 @@ void script_restore(struct script *s);
 /* The callbacks, for a user pointer to a script; they declare. Without a cost. */
 rebatch_step_ops script_ops(void);
 uint64_t script_cost(size_t first, size_t count, void *user);
+/* Begins such a function. */
+#define INSIDE(name)                                                                               \
+    static rebatch_status name(__attribute__((unused)) struct script *s,                           \
+                               __attribute__((unused)) enum script_callback callback,              \
+                               __attribute__((unused)) const rebatch_microbatch *mb)
+/* What is called first in every callback. */
+void script_inside(struct script *s,
+                   rebatch_status (*inside)(struct script *s, enum script_callback callback,
+                                            const rebatch_microbatch *mb),
+                   void *user);
 /* splitmix64 (Steele, Lea, Flood 2014). */
 uint64_t script_random(uint64_t *state);
+size_t below(uint64_t *random, size_t n);
 
 /* A rig with `capacity_bytes` of memory and a script that declares. Events of every level are
  * collected, unless the options set a log level. */
@@ -158,6 +167,12 @@ void rig_close(struct rig *rig);
  * the calls, by the contract's table; the report; that every sample counted once; that nothing
  * leaked. */
 rebatch_status rig_step(struct rig *rig, size_t batch);
+/* One that ends with `status`, and whose calls are those of the trace (script_trace()). */
+#define STEP(rig, batch, status, trace)                                                            \
+    do {                                                                                           \
+        cr_assert_eq(rig_step(rig, batch), status, "%s", rebatch_last_error());                    \
+        cr_assert_str_eq(script_trace(&(rig)->script), trace);                                     \
+    } while (0)
 /* A session's first step, and what comes of it: a row of a table. Zero is an option's default, and
  * NULL or zero of what is expected is not looked at. Growth is off. */
 struct rig_case {

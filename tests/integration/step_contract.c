@@ -1,9 +1,6 @@
 /* Owns the tests of the contract's table: where an OOM strikes, what is undone, what runs again.
  * Must not know more of the library than its public headers say. */
 #include <stdio.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "step_common.h"
 
@@ -15,141 +12,92 @@ static void open_warm(struct rig *rig, const rebatch_options *options)
     rig->script.base_bytes = MIB(1);
     rig->script.zero_bytes = KIB(64);
     rig->script.update_bytes = KIB(64);
-    cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
-}
-
-static rebatch_options start_at(size_t micro)
-{
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = micro;
-    options.growth = REBATCH_OFF;
-    return options;
+    OK(rig_step(rig, 16));
 }
 
 /* ---- zero_grad ---- */
 
 static void zero_grad_fails_once(enum script_when when, enum script_manner manner)
 {
-    struct rig rig;
-    open_warm(&rig, NULL);
+    OPEN_WITH(open_warm, rig, rig, NULL);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     script_fail(&rig.script, SCRIPT_ZERO, 1, when, manner);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z! z f0+16 u");
+    STEP(&rig, 16, REBATCH_OK, "z! z f0+16 u");
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ZERO_GRAD], 1);
     cr_assert_eq(rig.report.redone_samples, 0);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
-    rig_close(&rig);
 }
 
 Test(step_contract, oom_in_zero_grad_runs_zero_grad_again)
 {
     zero_grad_fails_once(SCRIPT_BEFORE, SCRIPT_RETURN);
-}
-
-Test(step_contract, oom_in_zero_grad_after_mutating_runs_zero_grad_again)
-{
     zero_grad_fails_once(SCRIPT_WHILE, SCRIPT_RETURN);
-}
-
-Test(step_contract, oom_in_zero_grad_by_escape_runs_zero_grad_again)
-{
     zero_grad_fails_once(SCRIPT_WHILE, SCRIPT_ESCAPE);
-}
-
-Test(step_contract, oom_in_zero_grad_that_was_swallowed_runs_zero_grad_again)
-{
     zero_grad_fails_once(SCRIPT_WHILE, SCRIPT_SWALLOW);
 }
 
 /* ---- forward_backward ---- */
 
-static void forward_fails_once(enum script_when when, enum script_manner manner,
-                               const char *expected, rebatch_phase phase, size_t redone)
+static void forward_fails_once(enum script_when when, const char *expected, rebatch_phase phase,
+                               size_t redone)
 {
-    const rebatch_options options = start_at(16);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    script_fail(&rig.script, SCRIPT_FORWARD, 3, when, manner);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), expected);
-    cr_assert_eq(rig.report.ooms, 1);
-    cr_assert_eq(rig.report.ooms_in[phase], 1);
-    cr_assert_eq(rig.report.redone_samples, redone);
-    rig_close(&rig);
+    for (enum script_manner manner = SCRIPT_RETURN; manner <= SCRIPT_SWALLOW; manner++) {
+        OPEN(rig, rig, MIB(64), &OPTIONS(.micro_start = 16, .growth = REBATCH_OFF));
+        script_fail(&rig.script, SCRIPT_FORWARD, 3, when, manner);
+        STEP(&rig, 64, REBATCH_OK, expected);
+        cr_assert_eq(rig.report.ooms, 1, "manner %d", manner);
+        cr_assert_eq(rig.report.ooms_in[phase], 1, "manner %d", manner);
+        cr_assert_eq(rig.report.redone_samples, redone, "manner %d", manner);
+    }
 }
 
-#define SAMPLES_ONLY "z f0+16 f16+16 f32+16! f32+8~1 f40+8~1 f48+8 f56+8 u"
-#define WHOLE_BATCH                                                                                \
-    "z f0+16 f16+16 f32+16! z f0+8~1 f8+8~1 f16+8~1 f24+8~1 f32+8~1 f40+8~1 f48+8 f56+8 u"
-
-Test(step_contract, oom_in_forward_before_mutating_redoes_those_samples_only)
+Test(step_contract, oom_in_forward_before_mutating_in_every_manner_redoes_those_samples_only)
 {
-    forward_fails_once(SCRIPT_BEFORE, SCRIPT_POOL, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
+    forward_fails_once(SCRIPT_BEFORE, "z f0+16 f16+16 f32+16! f32+8~1 f40+8~1 f48+8 f56+8 u",
+                       REBATCH_PHASE_FORWARD, 16);
 }
 
-Test(step_contract, oom_in_forward_before_mutating_in_every_manner_is_the_same)
+Test(step_contract, oom_in_forward_after_mutating_in_every_manner_redoes_the_batch_from_zero_grad)
 {
-    forward_fails_once(SCRIPT_BEFORE, SCRIPT_RETURN, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
-    forward_fails_once(SCRIPT_BEFORE, SCRIPT_ESCAPE, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
-    forward_fails_once(SCRIPT_BEFORE, SCRIPT_SWALLOW, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
-}
-
-Test(step_contract, oom_in_forward_after_mutating_redoes_the_batch_from_zero_grad)
-{
-    forward_fails_once(SCRIPT_WHILE, SCRIPT_POOL, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
-}
-
-Test(step_contract, oom_in_forward_after_mutating_in_every_manner_is_the_same)
-{
-    forward_fails_once(SCRIPT_WHILE, SCRIPT_RETURN, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
-    forward_fails_once(SCRIPT_WHILE, SCRIPT_ESCAPE, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
-    forward_fails_once(SCRIPT_WHILE, SCRIPT_SWALLOW, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
+    forward_fails_once(SCRIPT_WHILE,
+                       "z f0+16 f16+16 f32+16! z f0+8~1 f8+8~1 f16+8~1 f24+8~1 f32+8~1 f40+8~1 "
+                       "f48+8 f56+8 u",
+                       REBATCH_PHASE_BACKWARD, 48);
 }
 
 Test(step_contract, oom_in_zero_grad_of_a_redone_batch_is_survived)
 {
-    const rebatch_options options = start_at(8);
-    struct rig rig;
-    open_warm(&rig, &options);
+    OPEN_WITH(open_warm, rig, rig, &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF));
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_ZERO, 2, SCRIPT_WHILE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! z! z f0+4~1 f4+4~1 f8+4~1 f12+4~1 u");
-    rig_close(&rig);
+    STEP(&rig, 16, REBATCH_OK, "z f0+8 f8+8! z! z f0+4~1 f4+4~1 f8+4~1 f12+4~1 u");
 }
 
 Test(step_contract, a_failed_attempt_gives_back_all_it_allocated)
 {
-    const rebatch_options options = start_at(16);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_start = 16, .growth = REBATCH_OFF));
     rig.script.base_bytes = MIB(1);
     rig.script.late_bytes = MIB(1);
     void *kept;
-    cr_assert_eq(rebatch_pool_alloc(&kept, rebatch_get_pool(rig.rb), MIB(2), NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc(&kept, rebatch_get_pool(rig.rb), MIB(2), NULL, 0));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms, 2);
     cr_assert_eq(rig_live_bytes(&rig), MIB(2));
-    rig_close(&rig);
 }
 
 /* ---- optimizer_step ---- */
 
 static void update_fails_once_before(enum script_manner manner)
 {
-    struct rig rig;
-    open_warm(&rig, NULL);
+    OPEN_WITH(open_warm, rig, rig, NULL);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, manner);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u! u");
+    STEP(&rig, 16, REBATCH_OK, "z f0+16 u! u");
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
     cr_assert_eq(rig.report.redone_samples, 0);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
-    rig_close(&rig);
 }
 
 Test(step_contract, oom_in_the_optimizer_before_mutating_repeats_the_update_alone)
@@ -161,12 +109,10 @@ Test(step_contract, oom_in_the_optimizer_before_mutating_repeats_the_update_alon
 
 static void update_tears(enum script_manner manner)
 {
-    struct rig rig;
-    open_warm(&rig, NULL);
+    OPEN_WITH(open_warm, rig, rig, NULL);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, manner);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u!");
+    STEP(&rig, 16, REBATCH_E_TORN, "z f0+16 u!");
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_UPDATE], 1);
     cr_assert_eq(rig.script.updates, 0);
     for (size_t i = 0; i < SCRIPT_PARAMETERS; i++)
@@ -176,7 +122,6 @@ static void update_tears(enum script_manner manner)
     cr_assert_eq(rig_live_bytes(&rig), live_bytes + KIB(64),
                  "what the update allocated is no longer there");
     cr_assert(strstr(rebatch_last_error(), "checkpoint"), "the text is: %s", rebatch_last_error());
-    rig_close(&rig);
 }
 
 Test(step_contract, oom_in_the_optimizer_after_mutating_is_torn_and_nothing_is_undone)
@@ -189,13 +134,10 @@ Test(step_contract, oom_in_the_optimizer_after_mutating_is_torn_and_nothing_is_u
 
 Test(step_contract, a_torn_update_is_not_repeated_by_lightening_either)
 {
-    struct rig rig;
-    open_warm(&rig, NULL);
+    OPEN_WITH(open_warm, rig, rig, NULL);
     rig.script.lighten_levels = 3;
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u!");
-    rig_close(&rig);
+    STEP(&rig, 16, REBATCH_E_TORN, "z f0+16 u!");
 }
 
 /* ---- failures that are no OOM ---- */
@@ -203,9 +145,7 @@ Test(step_contract, a_torn_update_is_not_repeated_by_lightening_either)
 static void own_failure_passes(enum script_callback callback, enum script_when when,
                                enum script_manner manner, const char *expected)
 {
-    const rebatch_options options = start_at(8);
-    struct rig rig;
-    open_warm(&rig, &options);
+    OPEN_WITH(open_warm, rig, rig, &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF));
     const uint64_t live_bytes = rig_live_bytes(&rig);
     script_fail(&rig.script, callback, 1, when, manner);
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
@@ -217,8 +157,7 @@ static void own_failure_passes(enum script_callback callback, enum script_when w
     cr_assert_eq(rebatch_get_micro(rig.rb, 16), 8);
     rig.script.fault_count = 0;
     script_restore(&rig.script);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 16));
 }
 
 Test(step_contract, a_failure_that_is_no_oom_passes_through_unchanged)
@@ -234,11 +173,9 @@ Test(step_contract, a_failure_that_is_no_oom_passes_through_unchanged)
 }
 
 /* Allocates, as whoever makes its moments at the first update. */
-static rebatch_status make_moments(struct script *s, enum script_callback callback,
-                                   const rebatch_microbatch *mb)
+INSIDE(make_moments)
 {
     void **moments = s->inside_user;
-    (void)mb;
     return callback == SCRIPT_UPDATE
                ? rebatch_pool_alloc(moments, rebatch_get_pool(s->rb), KIB(8), s->stream, 0)
                : REBATCH_OK;
@@ -250,16 +187,13 @@ Test(step_contract, an_update_that_had_begun_and_fails_is_torn_whatever_it_answe
     for (size_t i = 0; i < 3; i++) {
         const rebatch_status expected =
             manners[i] == SCRIPT_LOST ? REBATCH_E_DEVICE_LOST : SCRIPT_STATUS;
-        struct rig rig;
-        open_warm(&rig, NULL);
+        OPEN_WITH(open_warm, rig, rig, NULL);
         const uint64_t live_bytes = rig_live_bytes(&rig);
         void *moments = NULL;
         size_t bytes;
-        rig.script.inside = make_moments;
-        rig.script.inside_user = &moments;
+        script_inside(&rig.script, make_moments, &moments);
         script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, manners[i]);
-        cr_assert_eq(rig_step(&rig, 16), expected);
-        cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u!");
+        STEP(&rig, 16, expected, "z f0+16 u!");
         cr_assert(rig.report.torn);
         cr_assert_eq(rig.report.status, expected);
         cr_assert_eq(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), moments),
@@ -272,23 +206,19 @@ Test(step_contract, an_update_that_had_begun_and_fails_is_torn_whatever_it_answe
                          "some old; restore a checkpoint"),
                   "the text is: %s", rebatch_last_error());
         rig_fail_device(&rig, 0, 0, REBATCH_OK);
-        rig_close(&rig);
     }
 }
 
-static rebatch_status open_a_scope(struct script *s, enum script_callback callback,
-                                   const rebatch_microbatch *mb)
+INSIDE(open_a_scope)
 {
     rebatch_scope scope;
-    (void)mb;
     return callback == SCRIPT_UPDATE ? rebatch_scope_begin(&scope, rebatch_get_pool(s->rb))
                                      : REBATCH_OK;
 }
 
 static void tear_with_a_scope_open(enum script_manner manner, rebatch_status expected)
 {
-    struct rig rig;
-    open_warm(&rig, NULL);
+    OPEN_WITH(open_warm, rig, rig, NULL);
     rig.script.inside = open_a_scope;
     if (expected != REBATCH_E_STATE)
         script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, manner);
@@ -299,11 +229,10 @@ static void tear_with_a_scope_open(enum script_manner manner, rebatch_status exp
     rebatch_pool *pool = rebatch_get_pool(rig.rb);
     for (int i = 0; i < 3; i++) { /* none is left open */
         rebatch_scope scope;
-        cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+        OK(rebatch_scope_begin(&scope, pool));
         cr_assert_eq(scope & 63, 0, "scope %u is not the outermost", (unsigned)scope);
-        cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK);
+        OK(rebatch_scope_commit(pool, scope));
     }
-    rig_close(&rig);
 }
 
 Test(step_contract, an_update_with_a_scope_of_its_own_still_open_is_torn)
@@ -317,8 +246,7 @@ Test(step_contract, a_failure_before_the_update_is_a_step_that_did_not_happen)
 {
     static const enum script_callback callbacks[] = {SCRIPT_ZERO, SCRIPT_FORWARD, SCRIPT_UPDATE};
     for (size_t i = 0; i < 3; i++) {
-        struct rig rig;
-        open_warm(&rig, NULL);
+        OPEN_WITH(open_warm, rig, rig, NULL);
         const uint64_t live_bytes = rig_live_bytes(&rig);
         const enum script_when when = i < 2 ? SCRIPT_WHILE : SCRIPT_BEFORE;
         script_fail(&rig.script, callbacks[i], 1, when, SCRIPT_OWN);
@@ -328,16 +256,13 @@ Test(step_contract, a_failure_before_the_update_is_a_step_that_did_not_happen)
         for (size_t k = 0; k < SCRIPT_PARAMETERS; k++)
             cr_assert_eq(rig.script.parameters[k], 1);
         rig.script.fault_count = 0;
-        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK); /* every sample counts once */
+        OK(rig_step(&rig, 16)); /* every sample counts once */
         cr_assert_eq(rig.report.step, 1);
-        rig_close(&rig);
     }
 }
 
-static rebatch_status answer_that(struct script *s, enum script_callback callback,
-                                  const rebatch_microbatch *mb)
+INSIDE(answer_that)
 {
-    (void)mb;
     const rebatch_status *answer = s->inside_user;
     return callback == SCRIPT_FORWARD ? *answer : REBATCH_OK;
 }
@@ -350,27 +275,23 @@ static bool is_nobodys(rebatch_status answer)
 
 Test(step_contract, every_status_but_oom_passes_through_and_is_not_tried_again)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rig.script.inside = answer_that;
     for (int number = 0; number <= 1100; number++) {
         rebatch_status answer = (rebatch_status)number;
         if (answer == REBATCH_OK || answer == REBATCH_OOM || is_nobodys(answer))
             continue;
         rig.script.inside_user = &answer;
-        cr_assert_eq(rig_step(&rig, 4), answer);
-        cr_assert_str_eq(script_trace(&rig.script), "z f0+4!");
+        STEP(&rig, 4, answer, "z f0+4!");
     }
     rig.script.inside = NULL;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 4));
 }
 
 static void expect_text(struct rig *rig, int number, rebatch_status expected, const char *text)
 {
     rebatch_status answer = (rebatch_status)number;
-    rig->script.inside = answer_that;
-    rig->script.inside_user = &answer;
+    script_inside(&rig->script, answer_that, &answer);
     cr_assert_eq(rebatch_open(NULL, NULL, NULL), REBATCH_E_INVALID); /* an unrelated sentence */
     rig->script.batch = 4;
     memset(rig->script.tries, 0, sizeof rig->script.tries);
@@ -382,8 +303,7 @@ static void expect_text(struct rig *rig, int number, rebatch_status expected, co
 Test(step_contract, what_no_callback_may_answer_is_a_state_error)
 {
     static const int numbers[] = {14, 500, 999, -1, -2147483647};
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     expect_text(
         &rig, REBATCH_E_EXHAUSTED, REBATCH_E_STATE,
         "step 0: forward_backward of samples 0-3 returned REBATCH_E_EXHAUSTED, which only "
@@ -400,13 +320,11 @@ Test(step_contract, what_no_callback_may_answer_is_a_state_error)
                        numbers[i]);
         expect_text(&rig, numbers[i], REBATCH_E_STATE, text);
     }
-    rig_close(&rig);
 }
 
 Test(step_contract, the_sentence_says_which_callback_answered_what)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     expect_text(&rig, REBATCH_E_USER + 7, SCRIPT_STATUS,
                 "step 0: forward_backward of samples 0-3 returned 1007");
     expect_text(&rig, REBATCH_E_IO, REBATCH_E_IO,
@@ -434,15 +352,12 @@ Test(step_contract, the_sentence_says_which_callback_answered_what)
     cr_assert(strstr(rebatch_last_error(), "step 0: lighten to level 1 returned 1007") ==
                   rebatch_last_error(),
               "the text is: %s", rebatch_last_error());
-    rig_close(&rig);
 }
 
 /* A call of the library fails in the callback, which answers that status or another. */
-static rebatch_status fail_inside(struct script *s, enum script_callback callback,
-                                  const rebatch_microbatch *mb)
+INSIDE(fail_inside)
 {
     const rebatch_status *answer = s->inside_user;
-    (void)mb;
     if (callback != SCRIPT_FORWARD)
         return REBATCH_OK;
     cr_assert_eq(rebatch_open(NULL, NULL, NULL), REBATCH_E_INVALID);
@@ -454,66 +369,49 @@ static rebatch_status fail_inside(struct script *s, enum script_callback callbac
 Test(step_contract, a_sentence_of_the_callbacks_own_call_stays)
 {
     rebatch_status answer = REBATCH_E_INVALID;
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
-    rig.script.inside = fail_inside;
-    rig.script.inside_user = &answer;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "out is NULL");
+    OPEN(rig, rig, MIB(64), NULL);
+    script_inside(&rig.script, fail_inside, &answer);
+    FAILS_WITH(rig_step(&rig, 4), REBATCH_E_INVALID, "out is NULL");
     answer = SCRIPT_STATUS;
     cr_assert_eq(rig_step(&rig, 1), SCRIPT_STATUS);
     cr_assert_str_eq(rebatch_last_error(), "step 0: forward_backward of sample 0 returned 1007; "
                                            "the last failure within it: out is NULL");
-    rig_close(&rig);
 }
 
 Test(step_contract, a_sentence_that_the_callback_cleared_is_not_replaced)
 {
     rebatch_status answer = REBATCH_E_IO;
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
-    rig.script.inside = fail_inside;
-    rig.script.inside_user = &answer;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_IO);
-    cr_assert_str_eq(rebatch_last_error(), "");
-    rig_close(&rig);
+    OPEN(rig, rig, MIB(64), NULL);
+    script_inside(&rig.script, fail_inside, &answer);
+    FAILS_WITH(rig_step(&rig, 4), REBATCH_E_IO, "");
 }
 
 /* ---- after EXHAUSTED ---- */
 
 Test(step_contract, exhausted_before_mutating_keeps_what_was_accumulated)
 {
-    const rebatch_options options = start_at(4);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_start = 4, .growth = REBATCH_OFF));
     script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 f8+4! f8+2~1! f8+1~2!");
+    STEP(&rig, 16, REBATCH_E_EXHAUSTED, "z f0+4 f4+4 f8+4! f8+2~1! f8+1~2!");
     cr_assert(script_holds(&rig.script, 8));
-    rig_close(&rig);
 }
 
 Test(step_contract, exhausted_while_accumulating_is_cleared_by_the_next_step)
 {
-    const rebatch_options options = start_at(4);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_start = 4, .growth = REBATCH_OFF));
     script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
     rig.script.fault_count = 0;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 16));
 }
 
 Test(step_contract, exhausted_in_the_optimizer_keeps_the_gradients)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
     cr_assert(script_is_whole(&rig.script, 16));
     cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 1);
-    rig_close(&rig);
 }
 
 Test(step_contract, exhausted_leaves_nothing_allocated_and_close_gives_everything_back)
@@ -534,16 +432,14 @@ Test(step_contract, exhausted_leaves_nothing_allocated_and_close_gives_everythin
 
 Test(step_contract, the_step_after_exhausted_has_the_same_number_and_succeeds)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OK(rig_step(&rig, 4));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
     rig.script.fault_count = 0;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OK(rig_step(&rig, 4));
     cr_assert_eq(rig.report.step, 1);
     cr_assert_eq(rig.script.calls[1].step, 1);
-    rig_close(&rig);
 }

@@ -1,16 +1,7 @@
 /* Owns the tests of cutting by cost: where it cuts, what an OOM does to the budget, how it grows.
  * Seeds of what is random: 21 to 23.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "step_common.h"
-
-static size_t below(uint64_t *random, size_t n)
-{
-    return (size_t)(script_random(random) % n);
-}
 
 /* Samples of lengths 1 each, but for some. */
 static void fill(size_t *lengths, size_t length)
@@ -74,23 +65,19 @@ Test(step_cost, each_microbatch_stays_within_the_budget_and_the_limits)
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         size_t lengths[SCRIPT_SAMPLES];
-        rebatch_options options = REBATCH_OPTIONS_INIT;
-        options.micro_start = cases[i].start;
-        options.micro_largest = cases[i].largest;
-        options.micro_multiple_of = cases[i].multiple;
-        options.growth = REBATCH_OFF;
-        struct rig rig;
         fill(lengths, cases[i].length);
         for (size_t k = 0; k < 2; k++)
             if (cases[i].lengths[k])
                 lengths[cases[i].at[k]] = cases[i].lengths[k];
-        open_long(&rig, MIB(64), &options, lengths);
-        cr_assert_eq(rig_step(&rig, cases[i].batch), REBATCH_OK);
+        OPEN_WITH(open_long, rig, rig, MIB(64),
+                  &OPTIONS(.micro_start = cases[i].start, .micro_largest = cases[i].largest,
+                           .micro_multiple_of = cases[i].multiple, .growth = REBATCH_OFF),
+                  lengths);
+        OK(rig_step(&rig, cases[i].batch));
         cr_assert_str_eq(script_trace(&rig.script), cases[i].trace, "%s: %s", cases[i].what,
                          script_trace(&rig.script));
         cr_assert_eq(rig.report.cost_before, cases[i].cost, "%s", cases[i].what);
         cr_assert_eq(rig.report.cost_after, cases[i].cost, "%s", cases[i].what);
-        rig_close(&rig);
     }
 }
 
@@ -109,17 +96,13 @@ static uint64_t count_calls(size_t first, size_t count, void *user)
 Test(step_cost, the_cost_is_asked_for_little)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 10;
-    struct rig rig;
     fill(lengths, 1);
-    open_long(&rig, MIB(64), &options, lengths);
+    OPEN_WITH(open_long, rig, rig, MIB(64), &OPTIONS(.micro_start = 10), lengths);
     rig.cost = count_calls;
-    cr_assert_eq(rig_step(&rig, 500), REBATCH_OK);
+    OK(rig_step(&rig, 500));
     cr_assert_eq(rig.report.microbatches, 50);
     cr_assert_leq(asked.calls, 20 * 50);
     cr_assert_leq(asked.most, 20);
-    rig_close(&rig);
 }
 
 /* ---- OOMs ---- */
@@ -127,47 +110,36 @@ Test(step_cost, the_cost_is_asked_for_little)
 Test(step_cost, an_oom_halves_the_cost_and_long_samples_leave_the_others_alone)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    struct rig rig;
     fill(lengths, 1);
     lengths[10] = 16;
-    open_long(&rig, MIB(2), NULL, lengths); /* 32 units */
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OPEN_WITH(open_long, rig, rig, MIB(2), NULL, lengths); /* 32 units */
+    OK(rig_step(&rig, 64));
     /* 64 x 16 = 1024, halved to 32; with sample 10 in it, 2 x 16 */
     cr_assert_eq(rig.report.cost_after, 32);
     cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 1);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+10 f10+2 f12+32 f44+20 u");
+    STEP(&rig, 64, REBATCH_OK, "z f0+10 f10+2 f12+32 f44+20 u");
     cr_assert_eq(rig.report.ooms, 0);
-    rig_close(&rig);
 }
 
 Test(step_cost, a_long_sample_that_does_not_fit_alone_does_not_shrink_the_budget)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 16;
-    struct rig rig;
     fill(lengths, 1);
     lengths[20] = 100;
-    open_long(&rig, MIB(2), &options, lengths);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 16), lengths);
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.cost_after, 16);
     lengths[20] = 1;
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+16 f32+16 f48+16 u");
-    rig_close(&rig);
+    STEP(&rig, 64, REBATCH_OK, "z f0+16 f16+16 f32+16 f48+16 u");
 }
 
 Test(step_cost, events_and_report_say_the_cost)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 16;
     char text[512];
-    struct rig rig;
     fill(lengths, 4);
-    open_long(&rig, MIB(2), &options, lengths);
-    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 16), lengths);
+    OK(rig_step(&rig, 32));
     const rebatch_event *event = rig_event(&rig, REBATCH_EVENT_SHRINK);
     cr_assert_not_null(event);
     cr_assert_eq(event->cost, 64);
@@ -180,7 +152,6 @@ Test(step_cost, events_and_report_say_the_cost)
               "%s", text);
     cr_assert_eq(rig.report.cost_before, 64);
     cr_assert_eq(rig.report.cost_after, 32);
-    rig_close(&rig);
 }
 
 /* ---- what was learned goes by cost ---- */
@@ -188,100 +159,79 @@ Test(step_cost, events_and_report_say_the_cost)
 Test(step_cost, admission_refuses_a_cost_that_is_known_not_to_fit)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 32;
-    options.on_oom = REBATCH_ON_OOM_FIT;
-    struct rig rig;
     fill(lengths, 1);
     lengths[40] = 8;
-    open_long(&rig, MIB(2), &options, lengths);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OPEN_WITH(open_long, rig, rig, MIB(2),
+              &OPTIONS(.micro_start = 32, .on_oom = REBATCH_ON_OOM_FIT), lengths);
+    OK(rig_step(&rig, 64));
     rig_set_capacity(&rig, MIB(1)); /* 16 units */
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
     cr_assert_eq(rig.report.cost_after, 16);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+16 f32+8 f40+2 f42+16 f58+6 u");
-    rig_close(&rig);
 }
 
 Test(step_cost, growth_goes_by_cost)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 2;
-    options.grow_after = 1;
-    struct rig rig;
+    AUTO_CLOSE(rig, rig);
     fill(lengths, 2);
-    open_long(&rig, MIB(2), &options, lengths); /* 32 units */
+    open_long(&rig, MIB(2), &OPTIONS(.micro_start = 2, .grow_after = 1), lengths); /* 32 units */
     size_t budget = 4;
     for (int i = 0; i < 12; i++) {
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
         cr_assert_eq(rig.report.ooms, 0);
         cr_assert_leq(rig.report.cost_after, 2 * budget);
         budget = rig.report.cost_after;
     }
     cr_assert_eq(budget, 32, "%zu", budget);
-    rig_close(&rig);
 }
 
 Test(step_cost, a_failed_growth_returns_to_the_budget_before_it)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 10;
-    options.grow_after = 1;
-    struct rig rig;
     fill(lengths, 2);
-    open_long(&rig, MIB(2), &options, lengths); /* 32 units */
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 10, .grow_after = 1),
+              lengths); /* 32 units */
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.cost_before, 20);
     cr_assert_eq(rig.report.cost_after, 32);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->more_than = 10;
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig.report.cost_after, 20);
-    rig_close(&rig);
 }
 
 Test(step_cost, a_budget_that_cuts_nothing_does_not_grow)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    options.grow_after = 1;
-    struct rig rig;
     fill(lengths, 1);
-    open_long(&rig, MIB(2), &options, lengths);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 8, .grow_after = 1), lengths);
+    OK(rig_step(&rig, 16));
     const uint64_t budget = rig.report.cost_after;
     cr_assert_eq(budget, 16);
     for (int i = 0; i < 10; i++)
-        cr_assert_eq(rig_step(&rig, 5), REBATCH_OK);
+        OK(rig_step(&rig, 5));
     cr_assert_eq(rig.report.cost_after, budget);
-    rig_close(&rig);
 }
 
 Test(step_cost, steps_with_and_without_cost_keep_their_own_sizes)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    options.growth = REBATCH_OFF;
-    struct rig rig;
+    AUTO_CLOSE(rig, rig);
     fill(lengths, 4);
-    open_long(&rig, MIB(1), &options, lengths); /* 16 units */
+    open_long(&rig, MIB(1), &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF),
+              lengths); /* 16 units */
     for (int i = 0; i < 3; i++) {
         rig.script.lengths = lengths;
-        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+        OK(rig_step(&rig, 16));
         cr_assert_eq(rig.report.cost_after, 16);
         rig.script.lengths = NULL;
-        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-        cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
+        STEP(&rig, 16, REBATCH_OK, "z f0+8 f8+8 u");
         cr_assert_eq(rig.report.cost_after, 0);
         cr_assert_eq(rig.report.cost_before, 0);
     }
-    rig_close(&rig);
 }
 
 /* ---- the probe ---- */
@@ -292,7 +242,7 @@ Test(step_cost, a_probe_finds_a_budget)
     uint64_t random = 21;
     for (size_t i = 0; i < SCRIPT_SAMPLES; i++)
         lengths[i] = 1 + below(&random, 7);
-    struct rig rig;
+    AUTO_CLOSE(rig, rig);
     rebatch_probe_report report;
     rebatch_step_ops ops = script_ops();
     ops.lighten = NULL;
@@ -300,18 +250,16 @@ Test(step_cost, a_probe_finds_a_budget)
     open_long(&rig, MIB(4), NULL, lengths); /* 64 units */
     rig.script.batch = 128;
     rig.script.is_probed = true;
-    cr_assert_eq(rebatch_probe(rig.rb, &ops, 128, &rig.script, NULL, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_probe(rig.rb, &ops, 128, &rig.script, NULL, &report));
     rig.script.is_probed = false;
     cr_assert_eq(report.ooms, 0);
     cr_assert(56 < report.size && report.size <= 64, "%zu", report.size);
     for (int i = 0; i < 10; i++) {
-        cr_assert_eq(rig_step(&rig, 128), REBATCH_OK);
+        OK(rig_step(&rig, 128));
         cr_assert_eq(rig.report.ooms, 0);
         cr_assert_geq(rig.report.cost_after, report.size);
         cr_assert_leq(rig.report.microbatches, 18);
     }
-    rig_close(&rig);
 }
 
 /* ---- all of it, by chance ---- */
@@ -347,8 +295,7 @@ static void run_sessions(uint64_t seed)
     unsigned grown = 0;
     for (unsigned session = 0; session < 60; session++) {
         const rebatch_options options = random_options(&random);
-        struct rig rig;
-        open_long(&rig, MIB(16), &options, lengths);
+        OPEN_WITH(open_long, rig, rig, MIB(16), &options, lengths);
         rig.script.late_bytes = below(&random, 2) ? below(&random, KIB(512)) : 0;
         rig.script.reserves = below(&random, 2);
         for (int step = 0; step < 50; step++) {
@@ -366,7 +313,6 @@ static void run_sessions(uint64_t seed)
             ooms += rig.report.ooms;
             grown += rig_event(&rig, REBATCH_EVENT_GROW) != NULL;
         }
-        rig_close(&rig);
     }
     cr_assert_gt(ok, 1500);
     cr_assert_gt(ooms, 1000);
@@ -397,8 +343,7 @@ Test(step_cost, a_wrong_cost_never_gives_a_wrong_result)
     uint64_t random = 24;
     for (int session = 0; session < 40; session++) {
         const rebatch_options options = random_options(&random);
-        struct rig rig;
-        open_long(&rig, MIB(16), &options, lengths);
+        OPEN_WITH(open_long, rig, rig, MIB(16), &options, lengths);
         rig.cost = nonsense;
         for (int step = 0; step < 30; step++) {
             random_lengths(lengths, &random);
@@ -406,6 +351,5 @@ Test(step_cost, a_wrong_cost_never_gives_a_wrong_result)
             const rebatch_status status = rig_step(&rig, 5 + below(&random, 60));
             cr_assert(status == REBATCH_OK || status == REBATCH_E_EXHAUSTED);
         }
-        rig_close(&rig);
     }
 }

@@ -3,11 +3,7 @@
  * Must not know more of the library than its public headers say. */
 #include <inttypes.h>
 #include <stdio.h>
-#include <string.h>
 
-#include <criterion/criterion.h>
-
-#include "fault/fault_device.h"
 #include "step_common.h"
 
 static bool text_has(const char *part)
@@ -78,20 +74,14 @@ Test(step_fallback, a_passing_fault_is_tried_once_more_at_the_same_size_then_it_
 
 Test(step_fallback, once_more_is_possible_again_in_the_next_step)
 {
-    rebatch_options options = without_growth();
-    options.pool.caching = REBATCH_OFF;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.growth = REBATCH_OFF, .pool.caching = REBATCH_OFF));
     rig.script.sample_bytes = MIB(1);
     rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_OWN);
-    cr_assert_eq(rig_step(&rig, 8), SCRIPT_STATUS);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1!");
+    STEP(&rig, 8, SCRIPT_STATUS, "z f0+8! f0+8~1!");
     rig.script.fault_count = 0;
     rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 u");
-    rig_close(&rig);
+    STEP(&rig, 8, REBATCH_OK, "z f0+8! f0+8~1 u");
 }
 
 Test(step_fallback, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
@@ -104,23 +94,18 @@ Test(step_fallback, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
             options.pool.limit_permille = 94; /* of 64 MiB: a little more than 6 */
         else
             options.pool.headroom_bytes = MIB(58);
-        struct rig rig;
-        rig_open(&rig, MIB(64), &options);
+        OPEN(rig, rig, MIB(64), &options);
         rig.script.sample_bytes = MIB(1);
         cr_assert_eq(rig_step(&rig, 16), REBATCH_OK, "case %d: %s", i, rebatch_last_error());
         cr_assert_eq(rebatch_get_micro(rig.rb, 16), 4);
         cr_assert_leq(rig_used_bytes(&rig), MIB(6) + KIB(64));
-        rig_close(&rig);
     }
 }
 
 /* Memory that is there, but cached in pieces of the wrong size. */
 Test(step_fallback, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_empty)
 {
-    rebatch_options options = without_growth();
-    options.admission = REBATCH_OFF;
-    struct rig rig;
-    rig_open(&rig, MIB(6), &options);
+    OPEN(rig, rig, MIB(6), &OPTIONS(.growth = REBATCH_OFF, .admission = REBATCH_OFF));
     rig.script.sample_bytes = KIB(512);
     rig.script.late_bytes = MIB(2) + KIB(512);
     rig.script.reserves = true;
@@ -129,25 +114,20 @@ Test(step_fallback, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_e
         cr_assert_eq(rig_step(&rig, 9), REBATCH_OK, "step %d: %s: %s", i, rebatch_last_error(),
                      script_trace(&rig.script));
     }
-    rig_close(&rig);
 }
 
 /* ---- smaller ---- */
 
 Test(step_fallback, the_smaller_size_is_kept_for_the_following_steps)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(6), &options);
+    OPEN(rig, rig, MIB(6), &OPTIONS(.growth = REBATCH_OFF));
     rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.micro_before, 16);
     cr_assert_eq(rig.report.micro_after, 4);
     for (int i = 0; i < 40; i++) {
-        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-        cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 f8+4 f12+4 u");
+        STEP(&rig, 16, REBATCH_OK, "z f0+4 f4+4 f8+4 f12+4 u");
     }
-    rig_close(&rig);
 }
 
 Test(step_fallback, where_nothing_smaller_is_allowed_it_ends_and_names_the_option)
@@ -233,30 +213,24 @@ Test(step_fallback, at_the_smallest_size_it_lightens_level_by_level)
 
 Test(step_fallback, exhausted_names_what_failed_before_lightening_was_tried_in_vain)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
+    OPEN(rig, rig, MIB(3), &OPTIONS(.growth = REBATCH_OFF));
     rig.script.sample_bytes = MIB(4);
     rig.script.lighten_levels = 2;
     script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+1! l1!");
+    STEP(&rig, 1, REBATCH_E_EXHAUSTED, "z f0+1! l1!");
     assert_text_has("forward_backward of 1 sample, before accumulating");
     assert_text_has("4.00 MiB");
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig_event(&rig, REBATCH_EVENT_EXHAUSTED)->asked_bytes, MIB(4));
-    rig_close(&rig);
 }
 
 /* ---- nothing left ---- */
 
 Test(step_fallback, exhausted_says_what_was_needed_and_what_would_help)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
+    OPEN(rig, rig, MIB(3), &OPTIONS(.growth = REBATCH_OFF));
     rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+    OK(rig_step(&rig, 2));
     rig.script.sample_bytes = MIB(5);
     cr_assert_eq(rig_step(&rig, 2), REBATCH_E_EXHAUSTED);
     assert_text_has("step 1");
@@ -269,31 +243,25 @@ Test(step_fallback, exhausted_says_what_was_needed_and_what_would_help)
     cr_assert_eq(oom->asked_bytes, MIB(5));
     cr_assert_eq(oom->device_total_bytes, MIB(3));
     cr_assert_leq(oom->would_fit_bytes, MIB(3));
-    rig_close(&rig);
 }
 
 /* Undoing the step must not take the sentence's place. */
 Test(step_fallback, exhausted_while_accumulating_says_the_same)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
+    OPEN(rig, rig, MIB(3), &OPTIONS(.growth = REBATCH_OFF));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL)->times = 64;
     cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
     assert_text_has("step 0: out of memory in forward_backward of 1 sample, while accumulating");
-    rig_close(&rig);
 }
 
 Test(step_fallback, the_oom_report_names_who_holds_memory)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(8), &options);
+    OPEN(rig, rig, MIB(8), &OPTIONS(.growth = REBATCH_OFF));
     rebatch_tag tag;
     void *parameters;
     rebatch_pool *pool = rebatch_get_pool(rig.rb);
-    cr_assert_eq(rebatch_pool_tag(&tag, pool, "parameters"), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&parameters, pool, MIB(5), NULL, tag), REBATCH_OK);
+    OK(rebatch_pool_tag(&tag, pool, "parameters"));
+    OK(rebatch_pool_alloc(&parameters, pool, MIB(5), NULL, tag));
     rig.script.sample_bytes = MIB(4);
     cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
     cr_assert_geq(rig.report.oom.tag_count, 1);
@@ -301,33 +269,24 @@ Test(step_fallback, the_oom_report_names_who_holds_memory)
     cr_assert_eq(rig.report.oom.tags[0].live_bytes, MIB(5));
     char text[4096];
     cr_assert_lt(rebatch_oom_format(text, sizeof text, &rig.report.oom), sizeof text);
-    cr_assert(strstr(text, "parameters"), "%s", text);
-    rig_close(&rig);
+    HAS(text, "parameters");
 }
 
 Test(step_fallback, max_attempts_bounds_what_runs_in_vain)
 {
     for (uint32_t most = 1; most <= 7; most++) {
-        rebatch_options options = without_growth();
-        options.max_attempts = most;
-        struct rig rig;
-        rig_open(&rig, MIB(64), &options);
+        OPEN(rig, rig, MIB(64), &OPTIONS(.growth = REBATCH_OFF, .max_attempts = most));
         script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times =
             SCRIPT_FOREVER;
         cr_assert_eq(rig_step(&rig, 128), REBATCH_E_EXHAUSTED);
         cr_assert_eq(rig.report.attempts, most);
         assert_text_has("max_attempts");
-        rig_close(&rig);
     }
 }
 
 Test(step_fallback, max_attempts_counts_all_callbacks_of_the_step)
 {
-    rebatch_options options = without_growth();
-    options.max_attempts = 3;
-    options.micro_start = 8;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.growth = REBATCH_OFF, .max_attempts = 3, .micro_start = 8));
     rig.script.base_bytes = MIB(1);
     rig.script.lighten_levels = 8;
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_POOL);
@@ -336,45 +295,35 @@ Test(step_fallback, max_attempts_counts_all_callbacks_of_the_step)
     cr_assert_eq(rig_step(&rig, 8), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.ooms, 3);
     cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 1);
-    rig_close(&rig);
 }
 
 Test(step_fallback, max_attempts_is_of_one_step)
 {
-    rebatch_options options = without_growth();
-    options.max_attempts = 2;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.growth = REBATCH_OFF, .max_attempts = 2));
     for (size_t batch = 512; batch > 1; batch /= 2) { /* one OOM a step, eight steps */
         script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-        cr_assert_eq(rig_step(&rig, batch), REBATCH_OK);
+        OK(rig_step(&rig, batch));
         cr_assert_eq(rig.report.ooms, 1);
         rig.script.fault_count = 0;
     }
-    rig_close(&rig);
 }
 
 Test(step_fallback, by_default_it_gives_up_after_64)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.growth = REBATCH_OFF));
     rig.script.lighten_levels = 1000;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.attempts, 64);
-    rig_close(&rig);
 }
 
 Test(step_fallback, zero_grad_that_always_fails_is_exhausted)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rig.script.base_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OK(rig_step(&rig, 4));
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
     cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 0);
     assert_text_has(rebatch_phase_text(REBATCH_PHASE_ZERO_GRAD));
-    rig_close(&rig);
 }

@@ -1,18 +1,8 @@
 /* Owns the tests of growth: when the micro-batch grows again, how far, and what a failure costs.
  * Must not know more of the library than its public headers say. */
-#include <criterion/criterion.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "step_common.h"
-
-static rebatch_options grow_after(uint32_t steps, uint32_t wait_max)
-{
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.grow_after = steps;
-    options.grow_wait_max = wait_max;
-    return options;
-}
 
 /* Runs one step that shrinks a batch of 64 to micro-batches of 16, by faults that do not return. */
 static void open_shrunk(struct rig *rig, const rebatch_options *options)
@@ -21,7 +11,7 @@ static void open_shrunk(struct rig *rig, const rebatch_options *options)
     rig->script.sample_bytes = KIB(64);
     script_fail(&rig->script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->more_than = 16;
     rig->script.faults[0].times = SCRIPT_FOREVER;
-    cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+    OK(rig_step(rig, 64));
     cr_assert_eq(rebatch_get_micro(rig->rb, 64), 16);
     rig->script.fault_count = 0;
 }
@@ -29,7 +19,7 @@ static void open_shrunk(struct rig *rig, const rebatch_options *options)
 static void run_clean(struct rig *rig, uint32_t steps)
 {
     while (steps--) {
-        cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+        OK(rig_step(rig, 64));
         cr_assert_eq(rig->report.ooms, 0);
     }
 }
@@ -38,9 +28,7 @@ Test(step_growth, after_grow_after_clean_steps_the_microbatch_doubles)
 {
     static const uint32_t waits[][2] = {{1, 1}, {4, 4}, {0, 16}}; /* grow_after, clean steps */
     for (size_t i = 0; i < sizeof waits / sizeof *waits; i++) {
-        const rebatch_options options = grow_after(waits[i][0], 0);
-        struct rig rig;
-        open_shrunk(&rig, &options);
+        OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = waits[i][0]));
         run_clean(&rig, waits[i][1] - 1);
         cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16, "wait %zu: it grew too early", i);
         run_clean(&rig, 1);
@@ -48,83 +36,63 @@ Test(step_growth, after_grow_after_clean_steps_the_microbatch_doubles)
         cr_assert_str_eq(rig_events(&rig), "GROW(16->32) STEP");
         run_clean(&rig, 1);
         cr_assert_str_eq(script_trace(&rig.script), "z f0+32 f32+32 u");
-        rig_close(&rig);
     }
 }
 
 Test(step_growth, an_oom_begins_the_count_anew)
 {
-    const rebatch_options options = grow_after(4, 0);
-    struct rig rig;
-    open_shrunk(&rig, &options);
+    OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = 4));
     run_clean(&rig, 3);
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.ooms, 1);
     rig.script.fault_count = 0;
     run_clean(&rig, 3);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
     run_clean(&rig, 1);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
-    rig_close(&rig);
 }
 
 Test(step_growth, it_stops_at_the_effective_batch)
 {
-    const rebatch_options options = grow_after(1, 0);
-    struct rig rig;
-    open_shrunk(&rig, &options);
+    OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = 1));
     run_clean(&rig, 10);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+64 u");
     cr_assert_str_eq(rig_events(&rig), "STEP", "it still grows");
-    rig_close(&rig);
 }
 
 Test(step_growth, it_stops_at_micro_largest)
 {
-    rebatch_options options = grow_after(1, 0);
-    options.micro_start = 8;
-    options.micro_largest = 24;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.grow_after = 1, .micro_start = 8, .micro_largest = 24));
     size_t largest = 0;
     for (int i = 0; i < 12; i++) {
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
         cr_assert_leq(rebatch_get_micro(rig.rb, 64), 24);
         largest = rebatch_get_micro(rig.rb, 64);
     }
     cr_assert_eq(largest, 24);
-    rig_close(&rig);
 }
 
 Test(step_growth, it_goes_beyond_the_start_size)
 {
-    rebatch_options options = grow_after(2, 0);
-    options.micro_start = 3;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.grow_after = 2, .micro_start = 3));
     static const size_t expected[] = {3, 3, 6, 6, 12, 12, 20, 20, 20};
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
         cr_assert_eq(rebatch_get_micro(rig.rb, 20), expected[i], "before step %zu", i);
-        cr_assert_eq(rig_step(&rig, 20), REBATCH_OK);
+        OK(rig_step(&rig, 20));
         const rebatch_event *event = rig_event(&rig, REBATCH_EVENT_GROW);
         cr_assert_eq(event != NULL, expected[i] != 20 && i % 2 == 1);
         if (event)
             cr_assert_eq(event->micro_after, expected[i + 1]);
     }
-    rig_close(&rig);
 }
 
 Test(step_growth, it_can_be_switched_off)
 {
-    rebatch_options options = grow_after(1, 0);
-    options.growth = REBATCH_OFF;
-    struct rig rig;
-    open_shrunk(&rig, &options);
+    OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = 1, .growth = REBATCH_OFF));
     run_clean(&rig, 40);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
-    rig_close(&rig);
 }
 
 Test(step_growth, without_room_it_does_not_grow_and_costs_nothing)
@@ -140,36 +108,30 @@ Test(step_growth, without_room_it_does_not_grow_and_costs_nothing)
                  /* a lighter level is kept */
                  {0, MIB(3), MIB(8), 3, 1, 2}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        rebatch_options options = grow_after(1, 0);
-        options.micro_start = cases[i].start;
-        struct rig rig;
-        rig_open(&rig, cases[i].capacity_bytes, &options);
+        OPEN(rig, rig, cases[i].capacity_bytes,
+             &OPTIONS(.grow_after = 1, .micro_start = cases[i].start));
         rig.script.sample_bytes = cases[i].sample_bytes;
         rig.script.lighten_levels = cases[i].levels;
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
         run_clean(&rig, 40); /* no OOM in any of them */
         cr_assert_eq(rebatch_get_micro(rig.rb, 64), cases[i].micro, "case %zu", i);
         cr_assert_eq(rig.report.lighten_level, cases[i].level, "case %zu", i);
-        rig_close(&rig);
     }
 }
 
 Test(step_growth, it_grows_again_when_the_room_comes_back)
 {
-    const rebatch_options options = grow_after(2, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(80), &options);
+    OPEN(rig, rig, MIB(80), &OPTIONS(.grow_after = 2));
     rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
     rig_set_capacity(&rig, MIB(20));
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
     run_clean(&rig, 10);
     rig_set_capacity(&rig, MIB(80));
     run_clean(&rig, 10);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
-    rig_close(&rig);
 }
 
 /* Lets every growth beyond 16 samples fail for a reason that the pool does not see. */
@@ -185,11 +147,11 @@ static void expect_waits(struct rig *rig, const unsigned *expected, size_t failu
 {
     for (size_t failure = 0; failure < failures; failure++) {
         for (unsigned clean = 0; clean < expected[failure]; clean++) {
-            cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+            OK(rig_step(rig, 64));
             cr_assert_eq(rig->report.ooms, 0, "failure %zu came after %u clean steps", failure,
                          clean);
         }
-        cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+        OK(rig_step(rig, 64));
         cr_assert_gt(rig->report.ooms, 0, "there was no growth after %u clean steps",
                      expected[failure]);
         cr_assert_not_null(rig_event(rig, REBATCH_EVENT_GROWTH_FAILED));
@@ -208,20 +170,16 @@ Test(step_growth, a_failed_growth_doubles_the_wait_up_to_the_longest)
                  {3, 7, {3, 6, 7, 7}, 4}, /* no doubling */
                  {0, 0, {16, 32, 64, 128, 256, 512, 1024, 1024}, 8}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const rebatch_options options = grow_after(cases[i].grow_after, cases[i].longest);
-        struct rig rig;
-        open_shrunk(&rig, &options);
+        OPEN_WITH(open_shrunk, rig, rig,
+                  &OPTIONS(.grow_after = cases[i].grow_after, .grow_wait_max = cases[i].longest));
         build_wall(&rig);
         expect_waits(&rig, cases[i].waits, cases[i].failures);
-        rig_close(&rig);
     }
 }
 
 Test(step_growth, a_growth_that_held_ends_the_longer_wait)
 {
-    const rebatch_options options = grow_after(2, 64);
-    struct rig rig;
-    open_shrunk(&rig, &options);
+    OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = 2, .grow_wait_max = 64));
     build_wall(&rig);
     expect_waits(&rig, (const unsigned[]){2, 4}, 2);
     rig.script.fault_count = 0; /* the wall is gone; the wait is 8 */
@@ -231,45 +189,36 @@ Test(step_growth, a_growth_that_held_ends_the_longer_wait)
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
     run_clean(&rig, 8); /* that held as well */
     build_wall(&rig);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
     expect_waits(&rig, (const unsigned[]){2}, 1);
-    rig_close(&rig);
 }
 
 Test(step_growth, an_oom_that_no_growth_brought_about_is_no_failed_growth)
 {
-    const rebatch_options options = grow_after(2, 64);
-    struct rig rig;
-    open_shrunk(&rig, &options);
+    OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = 2, .grow_wait_max = 64));
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_null(rig_event(&rig, REBATCH_EVENT_GROWTH_FAILED));
-    rig_close(&rig);
 }
 
 /* From 12 samples to 16, which fail: half of that is less than what ran. `manner` and `calls` say
  * how often they are tried. */
 static void fall_back(enum script_manner manner, const char *calls)
 {
-    rebatch_options options = grow_after(1, 0);
-    options.micro_start = 12;
-    options.micro_allowed[0] = 8;
-    options.micro_allowed[1] = 12;
-    options.micro_allowed[2] = 16;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64),
+         &OPTIONS(.grow_after = 1, .micro_start = 12, .micro_allowed[0] = 8, .micro_allowed[1] = 12,
+                  .micro_allowed[2] = 16));
     rig.script.base_bytes = MIB(1);
     run_clean(&rig, 1);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
     build_wall(&rig);
     rig.script.faults[0].more_than = 12;
     rig.script.faults[0].manner = manner;
-    cr_assert_eq(rig_step(&rig, 60), REBATCH_OK);
+    OK(rig_step(&rig, 60));
     cr_assert_str_eq(script_trace(&rig.script), calls);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
-    rig_close(&rig);
 }
 
 Test(step_growth, a_failed_growth_returns_to_the_size_before_it)
@@ -281,34 +230,29 @@ Test(step_growth, a_failed_growth_returns_to_the_size_before_it)
 
 Test(step_growth, when_that_size_fails_too_the_next_is_half_of_it)
 {
-    const rebatch_options options = grow_after(1, 0);
-    struct rig rig;
-    open_shrunk(&rig, &options);
+    OPEN_WITH(open_shrunk, rig, rig, &OPTIONS(.grow_after = 1));
     run_clean(&rig, 1);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
     build_wall(&rig);
     rig.script.faults[0].more_than = 8;
     rig.script.faults[0].manner = SCRIPT_POOL;
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+32! f0+16~1! f0+8~2 f8+8~2 f16+8~1 f24+8~1 "
-                                                "f32+8 f40+8 f48+8 f56+8 u");
-    rig_close(&rig);
+    STEP(&rig, 64, REBATCH_OK,
+         "z f0+32! f0+16~1! f0+8~2 f8+8~2 f16+8~1 f24+8~1 "
+         "f32+8 f40+8 f48+8 f56+8 u");
 }
 
 Test(step_growth, a_lighter_level_is_left_again)
 {
-    const rebatch_options options = grow_after(1, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
+    OPEN(rig, rig, MIB(3), &OPTIONS(.grow_after = 1));
     rig.script.sample_bytes = MIB(8);
     rig.script.lighten_levels = 3;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OK(rig_step(&rig, 4));
     cr_assert_eq(rig.report.lighten_level, 2);
     cr_assert_eq(rebatch_get_micro(rig.rb, 4), 1);
     rig_set_capacity(&rig, MIB(64));
     unsigned level = 2;
     for (int i = 0; i < 12; i++) {
-        cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+        OK(rig_step(&rig, 4));
         cr_assert_eq(rig.report.ooms, 0);
         cr_assert(rig.script.level == level || rig.script.level + 1 == level,
                   "from level %u to level %u", level, rig.script.level);
@@ -321,20 +265,16 @@ Test(step_growth, a_lighter_level_is_left_again)
     cr_assert_eq(level, 0);
     cr_assert_eq(rebatch_get_micro(rig.rb, 4), 4);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+4 u");
-    rig_close(&rig);
 }
 
 Test(step_growth, small_batches_in_between_do_not_grow_beyond_what_they_showed)
 {
-    const rebatch_options options = grow_after(1, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(20), &options);
+    OPEN(rig, rig, MIB(20), &OPTIONS(.grow_after = 1));
     rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     for (int i = 0; i < 40; i++) {
-        cr_assert_eq(rig_step(&rig, i % 2 ? 64 : 5), REBATCH_OK);
+        OK(rig_step(&rig, i % 2 ? 64 : 5));
         cr_assert_eq(rig.report.ooms, 0);
     }
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
-    rig_close(&rig);
 }

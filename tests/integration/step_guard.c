@@ -1,11 +1,7 @@
 /* Owns the tests of rebatch_guard(): state that is put back when work is thrown away.
  * Must not know more of the library than its public headers say. */
 #include <stdlib.h>
-#include <string.h>
 
-#include <criterion/criterion.h>
-
-#include "fault/fault_device.h"
 #include "step_common.h"
 
 /* State that every callback moves on first thing, as an RNG's is, and what each call found. */
@@ -15,11 +11,9 @@ struct state {
     size_t calls;
 };
 
-static rebatch_status move_on(struct script *s, enum script_callback callback,
-                              const rebatch_microbatch *mb)
+INSIDE(move_on)
 {
     struct state *state = s->inside_user;
-    (void)mb;
     if (callback == SCRIPT_LIGHTEN)
         return REBATCH_OK;
     cr_assert_lt(state->calls, 64);
@@ -38,22 +32,17 @@ static uint64_t after(unsigned moves)
 
 static void open_guarded(struct rig *rig, struct state *state, rebatch_guard_kind kind)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    options.growth = REBATCH_OFF;
-    rig_open(rig, MIB(64), &options);
+    rig_open(rig, MIB(64), &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF));
     rig->script.base_bytes = MIB(1);
     static uint64_t host;
     void *block = &host;
     if (kind == REBATCH_GUARD_DEVICE)
-        cr_assert_eq(rebatch_pool_alloc(&block, rebatch_get_pool(rig->rb), sizeof host,
-                                        rig->script.stream, 0),
-                     REBATCH_OK);
+        OK(rebatch_pool_alloc(&block, rebatch_get_pool(rig->rb), sizeof host, rig->script.stream,
+                              0));
     *state = (struct state){.value = block};
     *state->value = 42;
-    cr_assert_eq(rebatch_guard(rig->rb, state->value, sizeof host, kind), REBATCH_OK);
-    rig->script.inside = move_on;
-    rig->script.inside_user = state;
+    OK(rebatch_guard(rig->rb, state->value, sizeof host, kind));
+    script_inside(&rig->script, move_on, state);
 }
 
 /* Runs one step of 16 samples with one fault, and compares the moves that each call found done. */
@@ -61,20 +50,18 @@ static void run_guarded(rebatch_guard_kind kind, enum script_callback callback, 
                         enum script_when when, enum script_manner manner, rebatch_status expected,
                         const unsigned *moves, size_t calls, unsigned moves_at_end)
 {
-    struct rig rig;
     struct state state;
-    open_guarded(&rig, &state, kind);
+    OPEN_WITH(open_guarded, rig, rig, &state, kind);
     struct script_fault *fault = script_fail(&rig.script, callback, nth, when, manner);
     if (expected == REBATCH_E_EXHAUSTED)
         fault->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 16), expected);
-    cr_assert_eq(rebatch_stream_synchronize(rig.device, rig.script.stream), REBATCH_OK);
+    OK(rebatch_stream_synchronize(rig.device, rig.script.stream));
     cr_assert_eq(state.calls, calls, "calls were %s", script_trace(&rig.script));
     for (size_t i = 0; i < calls; i++)
         cr_assert_eq(state.found[i], after(moves[i]), "call %zu of %s", i,
                      script_trace(&rig.script));
     cr_assert_eq(*state.value, after(moves_at_end), "at the end of %s", script_trace(&rig.script));
-    rig_close(&rig);
 }
 
 /* For both kinds: the calls' moves as a list. */
@@ -90,13 +77,11 @@ static void run_guarded(rebatch_guard_kind kind, enum script_callback callback, 
 
 Test(step_guard, without_a_failure_nothing_is_put_back)
 {
-    struct rig rig;
     struct state state;
-    open_guarded(&rig, &state, REBATCH_GUARD_HOST);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OPEN_WITH(open_guarded, rig, rig, &state, REBATCH_GUARD_HOST);
+    OK(rig_step(&rig, 16));
+    OK(rig_step(&rig, 16));
     cr_assert_eq(*state.value, after(8));
-    rig_close(&rig);
 }
 
 Test(step_guard, oom_before_mutating_puts_back_what_was_before_the_attempt)
@@ -120,17 +105,14 @@ Test(step_guard, oom_in_zero_grad_puts_back_what_was_before_it)
 
 Test(step_guard, oom_in_zero_grad_that_is_tried_again_finds_the_same_state)
 {
-    struct rig rig;
     struct state state;
-    open_guarded(&rig, &state, REBATCH_GUARD_HOST);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK); /* the cache holds something to release now */
+    OPEN_WITH(open_guarded, rig, rig, &state, REBATCH_GUARD_HOST);
+    OK(rig_step(&rig, 16)); /* the cache holds something to release now */
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z! z f0+8 f8+8 u");
+    STEP(&rig, 16, REBATCH_OK, "z! z f0+8 f8+8 u");
     cr_assert_eq(state.found[4], after(4));
     cr_assert_eq(state.found[5], after(4));
     cr_assert_eq(*state.value, after(8));
-    rig_close(&rig);
 }
 
 Test(step_guard, oom_in_the_optimizer_before_mutating_puts_back_what_was_before_it)
@@ -167,15 +149,13 @@ Test(step_guard, a_failure_that_is_no_oom_puts_back_what_was_before_the_step)
 
 Test(step_guard, the_next_step_guards_anew)
 {
-    struct rig rig;
     struct state state;
-    open_guarded(&rig, &state, REBATCH_GUARD_HOST);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OPEN_WITH(open_guarded, rig, rig, &state, REBATCH_GUARD_HOST);
+    OK(rig_step(&rig, 16));
     *state.value = after(20); /* changed between the steps: that is the user's, and stays */
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert_eq(*state.value, after(20));
-    rig_close(&rig);
 }
 
 /* ---- pointers to what an attempt allocates ---- */
@@ -185,8 +165,7 @@ struct cached {
     size_t made;
 };
 
-static rebatch_status make_once(struct script *s, enum script_callback callback,
-                                const rebatch_microbatch *mb)
+INSIDE(make_once)
 {
     struct cached *cached = s->inside_user;
     if (callback != SCRIPT_FORWARD || cached->workspace)
@@ -197,21 +176,15 @@ static rebatch_status make_once(struct script *s, enum script_callback callback,
 
 Test(step_guard, a_guarded_pointer_to_what_was_taken_back_is_null_again)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     struct cached cached = {0};
-    cr_assert_eq(
-        rebatch_guard(rig.rb, &cached.workspace, sizeof cached.workspace, REBATCH_GUARD_HOST),
-        REBATCH_OK);
-    rig.script.inside = make_once;
-    rig.script.inside_user = &cached;
+    OK(rebatch_guard(rig.rb, &cached.workspace, sizeof cached.workspace, REBATCH_GUARD_HOST));
+    script_inside(&rig.script, make_once, &cached);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(cached.made, 2);
     size_t bytes;
-    cr_assert_eq(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), cached.workspace),
-                 REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), cached.workspace));
 }
 
 /* ---- a stream of its own ---- */
@@ -223,34 +196,25 @@ static void move_on_there(void *user)
 }
 
 /* Enqueues the change and does not wait: only the stream's order makes the copies right. */
-static rebatch_status enqueue_move(struct script *s, enum script_callback callback,
-                                   const rebatch_microbatch *mb)
+INSIDE(enqueue_move)
 {
-    (void)callback;
-    (void)mb;
     return rebatch_stream_call(s->device, s->stream, move_on_there, s->inside_user);
 }
 
 static void guard_on_stream(enum script_callback callback, uint32_t nth, enum script_when when,
                             enum script_manner manner, rebatch_status expected, unsigned moves)
 {
-    struct rig rig;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    rig_open_on_stream(&rig, MIB(64), &options);
+    OPEN_WITH(rig_open_on_stream, rig, rig, MIB(64), &OPTIONS(.micro_start = 8));
     rebatch_stream stream = rig.script.stream;
     void *value;
-    cr_assert_eq(rebatch_pool_alloc(&value, rebatch_get_pool(rig.rb), sizeof(uint64_t), stream, 0),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc(&value, rebatch_get_pool(rig.rb), sizeof(uint64_t), stream, 0));
     *(uint64_t *)value = 42;
-    cr_assert_eq(rebatch_guard(rig.rb, value, sizeof(uint64_t), REBATCH_GUARD_DEVICE), REBATCH_OK);
-    rig.script.inside = enqueue_move;
-    rig.script.inside_user = value;
+    OK(rebatch_guard(rig.rb, value, sizeof(uint64_t), REBATCH_GUARD_DEVICE));
+    script_inside(&rig.script, enqueue_move, value);
     script_fail(&rig.script, callback, nth, when, manner);
     cr_assert_eq(rig_step(&rig, 16), expected);
-    cr_assert_eq(rebatch_stream_synchronize(rig.device, stream), REBATCH_OK);
+    OK(rebatch_stream_synchronize(rig.device, stream));
     cr_assert_eq(*(uint64_t *)value, after(moves), "after %s", script_trace(&rig.script));
-    rig_close(&rig);
 }
 
 Test(step_guard, device_state_is_saved_and_put_back_in_the_streams_order)
@@ -290,12 +254,6 @@ static rebatch_status restore_one(rebatch_guard_point point, void *user)
     return REBATCH_OK;
 }
 
-static rebatch_status nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static rebatch_status change_all_and_fail(const rebatch_microbatch *mb, void *user)
 {
     (void)mb;
@@ -309,14 +267,10 @@ static rebatch_status change_all_and_fail(const rebatch_microbatch *mb, void *us
 /* A network guards several states of each layer. */
 Test(step_guard, any_number_of_states_can_be_guarded)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = nothing,
-                                  .forward_backward = change_all_and_fail,
-                                  .optimizer_step = nothing};
+    const rebatch_step_ops ops = OPS(nothing_to_do, change_all_and_fail, nothing_to_do, .flags = 0);
     rebatch_device *device;
     many = calloc(1, sizeof *many);
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(4), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&many->rb, device, NULL), REBATCH_OK);
+    open_on_host(&device, &many->rb, MIB(4), NULL);
     for (size_t i = 0; i < MANY; i++) {
         const rebatch_guard_ops functions = {sizeof functions, save_one, restore_one};
         many->states[i] = many->by_functions[i] = (uint32_t)i;
@@ -358,42 +312,38 @@ static rebatch_status fail_to_restore(rebatch_guard_point point, void *user)
 Test(step_guard, a_guard_function_that_fails_is_named)
 {
     const rebatch_guard_ops functions = {sizeof functions, save_or_fail, fail_to_restore};
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
-    cr_assert_eq(rebatch_guard_with(rig.rb, &functions, NULL), REBATCH_OK);
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OPEN(rig, rig, MIB(64), NULL);
+    OK(rebatch_guard_with(rig.rb, &functions, NULL));
+    OK(rig_step(&rig, 4));
     guard_fails_to_save = true;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_USER + 77);
-    cr_expect_str_eq(rebatch_last_error(), "step 1: save of rebatch_guard_with() returned 1077");
+    FAILS_WITH(rig_step(&rig, 4), REBATCH_E_USER + 77,
+               "step 1: save of rebatch_guard_with() returned 1077");
     guard_has_said = true;
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_INVALID);
     cr_expect_str_eq(rebatch_last_error(), "rb is NULL", "its own sentence stays");
     guard_fails_to_save = false;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_USER + 78);
-    cr_expect_str_eq(rebatch_last_error(), "step 1: restore of rebatch_guard_with() returned 1078");
-    rig_close(&rig);
+    FAILS_WITH(rig_step(&rig, 4), REBATCH_E_USER + 78,
+               "step 1: restore of rebatch_guard_with() returned 1078");
 }
 
 Test(step_guard, bad_arguments_are_refused_and_said)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     int state = 0;
     rebatch_clear_error();
-    cr_assert_eq(rebatch_guard(NULL, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "rb is NULL");
-    cr_assert_eq(rebatch_guard(rig.rb, NULL, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "state is NULL");
-    cr_assert_eq(rebatch_guard(rig.rb, &state, 0, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "bytes is 0: expected the size of state");
+    FAILS_WITH(rebatch_guard(NULL, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID,
+               "rb is NULL");
+    FAILS_WITH(rebatch_guard(rig.rb, NULL, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID,
+               "state is NULL");
+    FAILS_WITH(rebatch_guard(rig.rb, &state, 0, REBATCH_GUARD_HOST), REBATCH_E_INVALID,
+               "bytes is 0: expected the size of state");
     rebatch_clear_error();
     cr_assert_eq(rebatch_guard(rig.rb, &state, sizeof state, (rebatch_guard_kind)0),
                  REBATCH_E_INVALID);
     cr_assert_eq(rebatch_guard(rig.rb, &state, sizeof state, (rebatch_guard_kind)3),
                  REBATCH_E_INVALID);
     cr_assert(strstr(rebatch_last_error(), "3"), "the text is: %s", rebatch_last_error());
-    rig_close(&rig);
 }
 
 static void refuse_device_guard(rebatch_device *device)
@@ -401,11 +351,11 @@ static void refuse_device_guard(rebatch_device *device)
     rebatch *rb;
     void *state;
     int host = 0;
-    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&state, rebatch_get_pool(rb), 512, NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(rb, state, 512, REBATCH_GUARD_DEVICE), REBATCH_E_UNSUPPORTED);
-    cr_assert(strstr(rebatch_last_error(), "cannot be copied"), "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_guard(rb, &host, sizeof host, REBATCH_GUARD_HOST), REBATCH_OK);
+    OK(rebatch_open(&rb, device, NULL));
+    OK(rebatch_pool_alloc(&state, rebatch_get_pool(rb), 512, NULL, 0));
+    FAILS(rebatch_guard(rb, state, 512, REBATCH_GUARD_DEVICE), REBATCH_E_UNSUPPORTED,
+          "cannot be copied");
+    OK(rebatch_guard(rb, &host, sizeof host, REBATCH_GUARD_HOST));
     rebatch_close(rb);
 }
 
@@ -413,31 +363,27 @@ Test(step_guard, device_state_of_a_device_that_copies_nothing_is_refused)
 {
     rebatch_device *dry;
     rebatch_device *fault;
-    cr_assert_eq(rebatch_device_open_dry(&dry, MIB(64), 0), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&fault, dry, NULL), REBATCH_OK);
+    OK(rebatch_device_open_dry(&dry, MIB(64), 0));
+    OK(rebatch_device_open_fault(&fault, dry, NULL));
     refuse_device_guard(dry);
     refuse_device_guard(fault);
     char a[8], b[8];
     cr_assert_eq(rebatch_copy(fault, a, b, sizeof a, NULL), REBATCH_E_UNSUPPORTED);
-    cr_assert_eq(rebatch_fill(dry, a, 0, sizeof a, NULL), REBATCH_E_UNSUPPORTED);
-    cr_assert(strstr(rebatch_last_error(), "device dry has no contents"), "%s",
-              rebatch_last_error());
+    FAILS(rebatch_fill(dry, a, 0, sizeof a, NULL), REBATCH_E_UNSUPPORTED,
+          "device dry has no contents");
     rebatch_device_close(fault);
     rebatch_device_close(dry);
 }
 
 Test(step_guard, a_device_guard_without_room_is_an_oom_and_leaves_nothing)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(4), NULL);
+    OPEN(rig, rig, MIB(4), NULL);
     void *state;
-    cr_assert_eq(rebatch_pool_alloc(&state, rebatch_get_pool(rig.rb), MIB(1) + KIB(512), NULL, 0),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc(&state, rebatch_get_pool(rig.rb), MIB(1) + KIB(512), NULL, 0));
     const uint64_t live_bytes = rig_live_bytes(&rig);
     /* one copy would fit, two do not */
     cr_assert_eq(rebatch_guard(rig.rb, state, MIB(1) + KIB(512), REBATCH_GUARD_DEVICE),
                  REBATCH_OOM);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 4));
 }

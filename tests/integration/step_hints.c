@@ -1,13 +1,7 @@
 /* Owns the tests of what a session says of a step's mistakes while it trains.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
+#include "rig.h"
 
-#include <criterion/criterion.h>
-
-#include "rebatch/rebatch.h"
-
-#define KIB(n) ((size_t)(n) << 10)
-#define MIB(n) ((size_t)(n) << 20)
 #define LINES 64
 
 enum mistake { NONE, SWALLOWS, RETURNS_ONE, NEVER_FREES, UPDATE_NEVER_FREES, KEEPS_A_LITTLE };
@@ -29,12 +23,6 @@ static void collect(const rebatch_event *event, void *user)
         return;
     (void)rebatch_event_format(t->lines[t->count], sizeof t->lines[0], event);
     t->kinds[t->count++] = event->kind;
-}
-
-static rebatch_status zero_grad(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
 }
 
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
@@ -73,9 +61,8 @@ static void open_trainer_with(struct trainer *t, enum mistake mistake, rebatch_o
     t->mistake = mistake;
     options.on_event = collect;
     options.on_event_user = t;
-    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_tag(&t->tag, rebatch_get_pool(t->rb), "attention"), REBATCH_OK);
+    open_on_host(&t->device, &t->rb, MIB(64), &options);
+    OK(rebatch_pool_tag(&t->tag, rebatch_get_pool(t->rb), "attention"));
 }
 
 static rebatch_options limited_to(size_t bytes)
@@ -85,24 +72,17 @@ static rebatch_options limited_to(size_t bytes)
     return options;
 }
 
-static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_bytes)
+static void trainer_open(struct trainer *t, enum mistake mistake, size_t limit_bytes)
 {
     open_trainer_with(t, mistake, limited_to(limit_bytes));
 }
 
-static void close_trainer(struct trainer *t)
-{
-    rebatch_close(t->rb);
-    rebatch_device_close(t->device);
-}
+CLOSE_BOTH(trainer)
 
 static rebatch_status step(struct trainer *t)
 {
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero_grad;
-    ops.forward_backward = forward_backward;
-    ops.optimizer_step = optimizer_step;
-    ops.flags = t->mistake == SWALLOWS ? 0 : REBATCH_DECLARES_MUTATION;
+    rebatch_step_ops ops = OPS(nothing_to_do, forward_backward, optimizer_step,
+                               .flags = t->mistake == SWALLOWS ? 0 : REBATCH_DECLARES_MUTATION);
     return rebatch_step(t->rb, &ops, 8, t, NULL);
 }
 
@@ -117,15 +97,15 @@ static const char *find(const struct trainer *t, rebatch_event_kind kind, size_t
 Test(step_hints, an_allocation_that_failed_in_a_callback_that_succeeds_is_said_each_time)
 {
     static struct trainer t;
-    open_trainer(&t, SWALLOWS, KIB(256));
-    cr_assert_eq(step(&t), REBATCH_OK);
-    cr_assert_eq(step(&t), REBATCH_OK);
+    trainer_open(&t, SWALLOWS, KIB(256));
+    OK(step(&t));
+    OK(step(&t));
     cr_assert_eq(t.count, 2);
     cr_assert_str_eq(find(&t, REBATCH_EVENT_SWALLOWED, 0),
                      "step 0: an allocation failed in forward_backward of samples 0-7, of 512 KiB, "
                      "and the callback returned REBATCH_OK: correct only if it copes");
-    cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 1), "step 1"));
-    close_trainer(&t);
+    HAS(find(&t, REBATCH_EVENT_SWALLOWED, 1), "step 1");
+    trainer_close(&t);
 }
 
 Test(step_hints, the_samples_of_a_swallowed_allocation_are_named)
@@ -134,25 +114,23 @@ Test(step_hints, the_samples_of_a_swallowed_allocation_are_named)
     rebatch_options options = limited_to(KIB(128));
     options.micro_start = 4;
     open_trainer_with(&t, SWALLOWS, options);
-    cr_assert_eq(step(&t), REBATCH_OK);
+    OK(step(&t));
     cr_assert_eq(t.count, 2);
-    cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 0), "forward_backward of samples 0-3,"));
-    cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 1), "forward_backward of samples 4-7,"));
-    close_trainer(&t);
+    HAS(find(&t, REBATCH_EVENT_SWALLOWED, 0), "forward_backward of samples 0-3,");
+    HAS(find(&t, REBATCH_EVENT_SWALLOWED, 1), "forward_backward of samples 4-7,");
+    trainer_close(&t);
 }
 
 Test(step_hints, an_oom_without_an_allocation_that_failed_is_said)
 {
     static struct trainer t;
-    open_trainer(&t, RETURNS_ONE, MIB(4));
+    trainer_open(&t, RETURNS_ONE, MIB(4));
     cr_assert_eq(step(&t), REBATCH_E_EXHAUSTED);
-    cr_assert(strstr(find(&t, REBATCH_EVENT_SHRINK, 0),
-                     "REBATCH_OOM was returned, but no allocation is known to have failed"),
-              "%s", find(&t, REBATCH_EVENT_SHRINK, 0));
-    cr_assert(strstr(rebatch_last_error(), "REBATCH_OOM, which is 1, was returned"), "%s",
-              rebatch_last_error());
+    HAS(find(&t, REBATCH_EVENT_SHRINK, 0),
+        "REBATCH_OOM was returned, but no allocation is known to have failed");
+    SAYS("REBATCH_OOM, which is 1, was returned");
     cr_assert_null(strstr(rebatch_last_error(), "raise the limit"));
-    close_trainer(&t);
+    trainer_close(&t);
 }
 
 Test(step_hints, memory_that_is_never_freed_is_named)
@@ -160,7 +138,7 @@ Test(step_hints, memory_that_is_never_freed_is_named)
     static struct trainer t;
     rebatch_status status;
     size_t steps = 0;
-    open_trainer(&t, NEVER_FREES, MIB(3));
+    trainer_open(&t, NEVER_FREES, MIB(3));
     while ((status = step(&t)) == REBATCH_OK && steps < 100)
         steps++;
     cr_assert_eq(status, REBATCH_E_EXHAUSTED);
@@ -168,15 +146,14 @@ Test(step_hints, memory_that_is_never_freed_is_named)
                      "step 3: memory grows: each of the last 3 steps left more memory allocated, "
                      "768 KiB in all; the last one left 1 block of up to 256 KiB (attention), of "
                      "zero_grad or forward_backward");
-    cr_assert(strstr(rebatch_last_error(), "steps left more memory allocated"), "%s",
-              rebatch_last_error());
+    SAYS("steps left more memory allocated");
     cr_assert_null(strstr(rebatch_last_error(), "raise the limit"));
-    close_trainer(&t);
-    open_trainer(&t, UPDATE_NEVER_FREES, MIB(8));
+    trainer_close(&t);
+    trainer_open(&t, UPDATE_NEVER_FREES, MIB(8));
     for (int i = 0; i < 4; i++)
-        cr_assert_eq(step(&t), REBATCH_OK);
-    cr_assert(strstr(find(&t, REBATCH_EVENT_LEAK, 0), "of optimizer_step"));
-    close_trainer(&t);
+        OK(step(&t));
+    HAS(find(&t, REBATCH_EVENT_LEAK, 0), "of optimizer_step");
+    trainer_close(&t);
 }
 
 static void expect_said(const char *part)
@@ -197,18 +174,17 @@ Test(step_hints, exhausted_names_the_limit_and_what_was_in_use_before_the_step)
 {
     static struct trainer t;
     void *held;
-    open_trainer(&t, NONE, MIB(4));
+    trainer_open(&t, NONE, MIB(4));
     cr_assert_eq(rebatch_pool_alloc(&held, rebatch_get_pool(t.rb), MIB(4), NULL, t.tag), 0);
     exhaust(&t);
     expect_said("; limit 4.00 MiB, of which 4.00 MiB were in use before the step; there is "
                 "nothing smaller or lighter to try: free memory, or raise the limit");
-    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    map.run = forward_backward;
+    const rebatch_map_ops map = {.struct_size = sizeof map, .run = forward_backward};
     cr_expect_eq(rebatch_map(t.rb, &map, 8, &t, NULL), REBATCH_E_EXHAUSTED);
     expect_said("; limit 4.00 MiB, of which 4.00 MiB were in use before the map; ");
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(t.rb), held), REBATCH_OK);
+    OK(rebatch_pool_free(rebatch_get_pool(t.rb), held));
     cr_expect_eq(step(&t), REBATCH_OK);
-    close_trainer(&t);
+    trainer_close(&t);
 }
 
 /* Without a limit, and with one that is more than the device has left. */
@@ -218,15 +194,15 @@ Test(step_hints, exhausted_names_the_device_where_that_is_the_bound)
         static struct trainer t;
         rebatch_pool *other;
         void *held, *others;
-        open_trainer(&t, NONE, limit_bytes);
-        cr_assert_eq(rebatch_pool_create(&other, t.device, NULL), REBATCH_OK);
-        cr_assert_eq(rebatch_pool_alloc(&others, other, MIB(24), NULL, 0), REBATCH_OK);
+        trainer_open(&t, NONE, limit_bytes);
+        OK(rebatch_pool_create(&other, t.device, NULL));
+        OK(rebatch_pool_alloc(&others, other, MIB(24), NULL, 0));
         cr_assert_eq(rebatch_pool_alloc(&held, rebatch_get_pool(t.rb), MIB(40), NULL, 0), 0);
         exhaust(&t);
         expect_said("; the device has 64.0 MiB, of which 40.0 MiB were in use before the step and "
                     "24.0 MiB are outside the pool; there is nothing smaller");
         rebatch_pool_destroy(other);
-        close_trainer(&t);
+        trainer_close(&t);
     }
 }
 
@@ -242,28 +218,28 @@ Test(step_hints, exhausted_names_who_holds_what_grew)
     expect_said("; the smallest micro-batch allowed is 2: lower it; each of the last ");
     expect_said("the last one left 1 block of up to 256 KiB (attention)");
     expect_said(": free what is not needed");
-    close_trainer(&t);
+    trainer_close(&t);
 }
 
 /* A batch that is longer than the one before leaves more, too; not so often in a row. */
 Test(step_hints, a_little_more_in_each_step_is_said_later)
 {
     static struct trainer t;
-    open_trainer(&t, KEEPS_A_LITTLE, MIB(3));
+    trainer_open(&t, KEEPS_A_LITTLE, MIB(3));
     for (int i = 0; i < 16; i++)
-        cr_assert_eq(step(&t), REBATCH_OK);
+        OK(step(&t));
     cr_assert_eq(t.count, 0, "%s", t.lines[0]);
-    cr_assert_eq(step(&t), REBATCH_OK);
-    cr_assert(strstr(find(&t, REBATCH_EVENT_LEAK, 0), "step 16: memory grows"));
-    close_trainer(&t);
+    OK(step(&t));
+    HAS(find(&t, REBATCH_EVENT_LEAK, 0), "step 16: memory grows");
+    trainer_close(&t);
 }
 
 Test(step_hints, a_step_without_mistakes_says_nothing)
 {
     static struct trainer t;
-    open_trainer(&t, NONE, MIB(3));
+    trainer_open(&t, NONE, MIB(3));
     for (int i = 0; i < 100; i++)
-        cr_assert_eq(step(&t), REBATCH_OK);
+        OK(step(&t));
     cr_assert_eq(t.count, 0, "%s", t.lines[0]);
-    close_trainer(&t);
+    trainer_close(&t);
 }

@@ -2,9 +2,6 @@
  * nothing.
  * Must not know more of the library than its public headers say. */
 #include <stddef.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "step_common.h"
 
@@ -17,23 +14,21 @@
 static void refuse_options(const rebatch_options *options, const char *part, const char *other)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(64), NULL));
     rebatch *rb = (rebatch *)&device; /* anything but NULL */
     rebatch_clear_error();
     cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_E_INVALID, "expected: %s", part);
     cr_assert_null(rb);
     assert_text_has(part);
     assert_text_has(other);
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
+    cr_assert_eq(used_bytes_of(device), 0);
     rebatch_device_close(device);
 }
 
 Test(step_invalid, open_refuses_null)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(64), NULL));
     rebatch *rb = (rebatch *)&device;
     rebatch_clear_error();
     cr_assert_eq(rebatch_open(NULL, device, NULL), REBATCH_E_INVALID);
@@ -48,8 +43,7 @@ Test(step_invalid, open_takes_null_options_as_defaults)
 {
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+    open_on_host(&device, &rb, MIB(64), NULL);
     cr_assert_eq(rebatch_get_micro(rb, 64), 64);
     rebatch_close(rb);
     rebatch_device_close(device);
@@ -79,7 +73,7 @@ Test(step_invalid, open_refuses_a_newer_struct_that_uses_what_is_new)
     newer.options.struct_size = sizeof newer;
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(64), NULL));
     cr_assert_eq(rebatch_open(&rb, device, &newer.options), REBATCH_OK, "its tail is zero: %s",
                  rebatch_last_error());
     rebatch_close(rb);
@@ -94,8 +88,7 @@ Test(step_invalid, open_takes_pool_options_without_a_size_as_defaults)
     options.pool = (rebatch_pool_options){0};
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    open_on_host(&device, &rb, MIB(64), &options);
     rebatch_close(rb);
     rebatch_device_close(device);
 }
@@ -160,8 +153,8 @@ Test(step_invalid, open_refuses_a_stream_of_another_device)
 {
     rebatch_device *other;
     rebatch_options options = REBATCH_OPTIONS_INIT;
-    cr_assert_eq(rebatch_device_open_host(&other, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_stream_create(&options.stream, other), REBATCH_OK);
+    OK(rebatch_device_open_host(&other, MIB(64), NULL));
+    OK(rebatch_stream_create(&options.stream, other));
     refuse_options(&options, "stream", "");
     rebatch_stream_destroy(other, options.stream);
     rebatch_device_close(other);
@@ -186,21 +179,18 @@ static void refuse_step(struct rig *rig, const rebatch_step_ops *ops, size_t bat
 
 Test(step_invalid, step_refuses_null_and_an_empty_batch)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rebatch_clear_error();
     cr_assert_eq(rebatch_step(NULL, &rig.ops, 4, NULL, NULL), REBATCH_E_INVALID);
     assert_text_has("rb");
     refuse_step(&rig, NULL, 4, "ops");
     refuse_step(&rig, &rig.ops, 0, "batch");
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 4));
 }
 
 Test(step_invalid, step_refuses_missing_callbacks_by_name)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rebatch_step_ops ops = rig.ops;
     ops.zero_grad = NULL;
     refuse_step(&rig, &ops, 4, "zero_grad");
@@ -213,14 +203,12 @@ Test(step_invalid, step_refuses_missing_callbacks_by_name)
     ops = rig.ops;
     ops.lighten = NULL; /* optional */
     rig.script.batch = 4;
-    cr_assert_eq(rebatch_step(rig.rb, &ops, 4, &rig.script, NULL), REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_step(rig.rb, &ops, 4, &rig.script, NULL));
 }
 
 Test(step_invalid, step_refuses_a_struct_size_that_is_none)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rebatch_step_ops ops = rig.ops;
     ops.struct_size = 0;
     refuse_step(&rig, &ops, 4, "struct_size");
@@ -230,21 +218,18 @@ Test(step_invalid, step_refuses_a_struct_size_that_is_none)
     refuse_step(&rig, &ops, 4, "at least");
     ops.struct_size = SIZE_MAX;
     refuse_step(&rig, &ops, 4, "at most");
-    rig_close(&rig);
 }
 
 Test(step_invalid, the_macro_gives_a_table_without_callbacks)
 {
     rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     refuse_step(&rig, &ops, 4, "zero_grad");
     ops.zero_grad = rig.ops.zero_grad;
     ops.forward_backward = rig.ops.forward_backward;
     ops.optimizer_step = rig.ops.optimizer_step;
     rig.script.batch = 4;
-    cr_assert_eq(rebatch_step(rig.rb, &ops, 4, &rig.script, NULL), REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_step(rig.rb, &ops, 4, &rig.script, NULL));
 }
 
 Test(step_invalid, step_takes_a_newer_struct_whose_tail_is_zero_and_refuses_any_other)
@@ -253,8 +238,7 @@ Test(step_invalid, step_takes_a_newer_struct_whose_tail_is_zero_and_refuses_any_
         rebatch_step_ops ops;
         void *added;
     } newer;
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     memset(&newer, 0, sizeof newer);
     newer.ops = rig.ops;
     newer.ops.struct_size = sizeof newer;
@@ -263,17 +247,14 @@ Test(step_invalid, step_takes_a_newer_struct_whose_tail_is_zero_and_refuses_any_
                  "its tail is zero: %s", rebatch_last_error());
     newer.added = &rig;
     refuse_step(&rig, &newer.ops, 4, "rebatch_step_ops");
-    rig_close(&rig);
 }
 
 Test(step_invalid, step_refuses_flags_that_it_does_not_know)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rebatch_step_ops ops = rig.ops;
     ops.flags = 0x10;
     refuse_step(&rig, &ops, 4, "flags");
-    rig_close(&rig);
 }
 
 /* ---- the small ones ---- */

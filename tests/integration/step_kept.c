@@ -1,12 +1,8 @@
 /* Owns the tests of callbacks that keep a buffer from one micro-batch to the next: what is held for
  * a size is not counted against it. Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <stdio.h>
-#include <string.h>
 
-#include "rebatch/rebatch.h"
-
-#define MIB ((size_t)1 << 20)
+#include "rig.h"
 
 /* ---- a trainer that keeps its buffer, 1 MiB a sample, and makes a larger one when it must ---- */
 
@@ -22,12 +18,6 @@ struct trainer {
     char trace[256]; /* the sizes that ran */
 };
 
-static rebatch_status zero_grad(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct trainer *t = user;
@@ -37,7 +27,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
         status = rebatch_pool_free(mb->pool, t->buffer.memory);
         if (!status)
             status =
-                rebatch_pool_alloc(&t->buffer.memory, mb->pool, mb->count * MIB, mb->stream, 0);
+                rebatch_pool_alloc(&t->buffer.memory, mb->pool, mb->count * MIB(1), mb->stream, 0);
         t->buffer.room = status ? 0 : mb->count;
     }
     if (status)
@@ -59,86 +49,65 @@ static rebatch_status optimizer_step(void *user)
     return status;
 }
 
-static void open_trainer(struct trainer *t, size_t micro_start)
+static void trainer_open(struct trainer *t, size_t micro_start)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = micro_start;
-    options.grow_after = 2;
     memset(t, 0, sizeof *t);
-    cr_assert_eq(rebatch_device_open_host(&t->device, 80 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, &t->buffer, sizeof t->buffer, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
+    open_on_host(&t->device, &t->rb, MIB(80),
+                 &OPTIONS(.micro_start = micro_start, .grow_after = 2));
+    OK(rebatch_guard(t->rb, &t->buffer, sizeof t->buffer, REBATCH_GUARD_HOST));
 }
 
-static void close_trainer(struct trainer *t)
-{
-    rebatch_close(t->rb);
-    rebatch_device_close(t->device);
-}
+CLOSE_BOTH(trainer)
 
 /* The sizes that ran, and the OOMs. */
 static void expect_step(struct trainer *t, size_t batch, const char *trace, uint32_t ooms)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
-                                  .flags = REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
     rebatch_step_report report;
     t->trace[0] = '\0';
-    cr_assert_eq(rebatch_step(t->rb, &ops, batch, t, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_step(t->rb, &ops, batch, t, &report));
     cr_expect_str_eq(t->trace, trace);
     cr_expect_eq(report.ooms, ooms, "%u OOMs, not %u", report.ooms, ooms);
 }
 
 Test(step_kept, a_buffer_that_is_held_for_a_size_does_not_stand_in_its_way)
 {
-    struct trainer t;
-    open_trainer(&t, 64);
+    OPEN(trainer, t, 64);
     for (int step = 0; step < 5; step++)
         expect_step(&t, 128, " 64 64", 0);
-    close_trainer(&t);
 }
 
 Test(step_kept, memory_that_a_kept_buffer_no_longer_holds_is_needed_again)
 {
-    struct trainer t;
-    open_trainer(&t, 64);
+    OPEN(trainer, t, 64);
     t.frees = true;
     expect_step(&t, 128, " 64 64", 0);
     expect_step(&t, 128, " 64 64", 0);
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 40 * MIB), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(40)));
     rebatch_step_report report;
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
-                                  .flags = REBATCH_DECLARES_MUTATION};
-    cr_assert_eq(rebatch_step(t.rb, &ops, 128, &t, &report), REBATCH_OK);
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
+    OK(rebatch_step(t.rb, &ops, 128, &t, &report));
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1, "it is known that 64 do not fit");
     cr_expect_eq(report.ooms, 1);
-    close_trainer(&t);
 }
 
 /* Micro-batches of 32 use the buffer of 64, and 64 fit only because it is there. */
 Test(step_kept, growth_counts_what_is_held_for_the_larger_size)
 {
-    struct trainer t;
-    open_trainer(&t, 64);
+    OPEN(trainer, t, 64);
     expect_step(&t, 64, " 64", 0);
     t.fails = true;
     expect_step(&t, 64, " 32 32", 1);
     expect_step(&t, 64, " 32 32", 0);
     expect_step(&t, 64, " 32 32", 0);
     expect_step(&t, 64, " 64", 0);
-    close_trainer(&t);
 }
 
 /* ---- a trainer whose sums of gradients are made anew in each step ---- */
 
-#define SUMS (24 * MIB)
+#define SUMS (MIB(24))
 
 struct summing {
     rebatch *rb;
@@ -179,7 +148,7 @@ static rebatch_status add_to_sums(const rebatch_microbatch *mb, void *user)
     void *activations = NULL;
     rebatch_status status = make(&t->sums, mb->pool);
     if (!status)
-        status = rebatch_pool_alloc(&activations, mb->pool, mb->count * MIB, mb->stream, 0);
+        status = rebatch_pool_alloc(&activations, mb->pool, mb->count * MIB(1), mb->stream, 0);
     if (status)
         return status;
     rebatch_mutating(t->rb);
@@ -194,24 +163,18 @@ static rebatch_status update_by_sums(void *user)
 
 static rebatch_step_report run_summing(struct summing *t)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = begin_sums,
-                                  .forward_backward = add_to_sums,
-                                  .optimizer_step = update_by_sums,
-                                  .flags = REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops =
+        OPS(begin_sums, add_to_sums, update_by_sums, .flags = REBATCH_DECLARES_MUTATION);
     rebatch_step_report report;
-    cr_assert_eq(rebatch_step(t->rb, &ops, 64, t, &report), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_step(t->rb, &ops, 64, t, &report));
     return report;
 }
 
 static void open_summing(struct summing *t, rebatch_device **device)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 32;
-    cr_assert_eq(rebatch_device_open_host(device, 160 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, *device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, &t->sums, 2 * sizeof t->sums, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
+    OK(rebatch_device_open_host(device, MIB(160), NULL));
+    OK(rebatch_open(&t->rb, *device, &OPTIONS(.micro_start = 32)));
+    OK(rebatch_guard(t->rb, &t->sums, 2 * sizeof t->sums, REBATCH_GUARD_HOST));
 }
 
 /* 32 samples fit beside the sums and those of the step before, which are in use until the step has
@@ -223,8 +186,7 @@ Test(step_kept, what_zero_grad_makes_in_place_of_a_kept_buffer_is_held_too)
     open_summing(&t, &device);
     for (int step = 0; step < 6; step++) {
         cr_assert_eq(run_summing(&t).ooms, 0, "step %d", step);
-        cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 2 * SUMS + 36 * MIB),
-                     REBATCH_OK);
+        OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 2 * SUMS + MIB(36)));
         t.makes_ahead = true;
     }
     rebatch_close(t.rb);
@@ -238,7 +200,7 @@ Test(step_kept, what_zero_grad_makes_for_itself_holds_nothing)
     open_summing(&t, &device);
     cr_assert_eq(run_summing(&t).ooms, 0);
     cr_assert_eq(run_summing(&t).ooms, 0);
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 4 * SUMS + 28 * MIB), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 4 * SUMS + MIB(28)));
     const rebatch_step_report report = run_summing(&t);
     cr_assert_eq(report.ooms, 1);
     cr_assert_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1, "others, sums and 32 MiB are known");

@@ -1,13 +1,10 @@
 /* Owns the tests of a resize that frees its old buffers itself, at a moment of its choice: a free
  * of an address that was taken back never frees the block that has it by then, and is told.
  * Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <stdio.h>
-#include <string.h>
 
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
-#define MIB ((size_t)1 << 20)
 #define BUFFERS 3
 
 /* When resize frees what it made before. */
@@ -43,17 +40,13 @@ static void on_event(const rebatch_event *event, void *user)
         (void)rebatch_event_format(told + strlen(told), sizeof told - strlen(told), event);
 }
 
-static void open_session(size_t capacity)
+static void session_open(size_t capacity)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.on_event = on_event;
-    options.grow_after = 100;
     told[0] = '\0';
-    cr_assert_eq(rebatch_device_open_host(&device, capacity, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    open_on_host(&device, &rb, capacity, &OPTIONS(.on_event = on_event, .grow_after = 100));
 }
 
-static void close_session(void)
+static void session_close(void)
 {
     rebatch_close(rb);
     rebatch_device_close(device);
@@ -69,8 +62,7 @@ static void *allocate(size_t bytes, unsigned char value)
 
 static void give_back(void *block)
 {
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(rb), block), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_pool_free(rebatch_get_pool(rb), block));
 }
 
 static unsigned char mark_of(const struct trainer *t, size_t i)
@@ -80,14 +72,13 @@ static unsigned char mark_of(const struct trainer *t, size_t i)
 
 static size_t bytes_of(size_t samples, size_t i)
 {
-    return samples * (i + 1) * MIB / 4;
+    return samples * (i + 1) * MIB(1) / 4;
 }
 
 static void check_block(void *block, size_t bytes, unsigned char value)
 {
     size_t has = 0;
-    cr_assert_eq(rebatch_pool_block_bytes(&has, rebatch_get_pool(rb), block), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_pool_block_bytes(&has, rebatch_get_pool(rb), block));
     cr_assert_geq(has, bytes);
     for (size_t k = 0; k < bytes; k += 4096)
         cr_assert_eq(((unsigned char *)block)[k], value, "a block was overwritten");
@@ -120,7 +111,7 @@ static rebatch_status resize(size_t samples, void *user)
     for (size_t i = 0; i < BUFFERS && t->manner == FREES_FIRST; i++)
         give_back(t->buffers[i]);
     if (t->has_scratch) {
-        void *const scratch = allocate(MIB, 0);
+        void *const scratch = allocate(MIB(1), 0);
         if (!scratch)
             return REBATCH_OOM;
         give_back(scratch);
@@ -165,25 +156,19 @@ static rebatch_status optimizer_step(void *user)
 
 static rebatch_status step(struct trainer *t, size_t batch)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
-                                  .flags = REBATCH_DECLARES_MUTATION,
-                                  .resize = resize};
+    const rebatch_step_ops ops = OPS(zero_grad, forward_backward, optimizer_step,
+                                     .flags = REBATCH_DECLARES_MUTATION, .resize = resize);
     return rebatch_step(rb, &ops, batch, t, NULL);
 }
 
 static void expect_step(struct trainer *t, size_t batch)
 {
-    cr_assert_eq(step(t, batch), REBATCH_OK, "%s", rebatch_last_error());
+    OK(step(t, batch));
 }
 
 static uint64_t live_bytes(void)
 {
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rb)), REBATCH_OK);
-    return stats.live_bytes;
+    return pool_stats_of(rebatch_get_pool(rb)).live_bytes;
 }
 
 static uint64_t buffer_bytes(size_t samples)
@@ -212,13 +197,12 @@ static void resize_in_all_manners(bool is_guarded)
     for (int backwards = 0; backwards < 2; backwards++)
         for (int manner = FREES_NOTHING; manner <= FREES_EACH_AFTER; manner++) {
             struct trainer t = {.manner = (enum manner)manner, .backwards = backwards};
-            open_session(400 * MIB);
+            session_open(MIB(400));
             if (is_guarded)
-                cr_assert_eq(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST),
-                             REBATCH_OK);
+                OK(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST));
             resize_often(&t);
             cr_expect_str_eq(told, "", "manner %d", manner);
-            close_session();
+            session_close();
         }
 }
 
@@ -238,17 +222,17 @@ Test(step_late_frees, so_they_may_where_their_pointers_are_guarded)
 Test(step_late_frees, a_block_of_the_program_with_an_old_address_is_left_alone)
 {
     struct trainer t = {.manner = FREES_FIRST};
-    open_session(400 * MIB);
+    session_open(MIB(400));
     t.answer = REBATCH_E_USER;
     cr_assert_eq(step(&t, 8), REBATCH_E_USER);
     cr_assert_eq(live_bytes(), 0);
-    t.other = allocate(MIB, 200);
+    t.other = allocate(MIB(1), 200);
     cr_assert(t.other == t.buffers[0] || t.other == t.buffers[1] || t.other == t.buffers[2],
               "the test needs an address that is given out again");
     expect_step(&t, 8);
-    check_block(t.other, MIB, 200);
+    check_block(t.other, MIB(1), 200);
     cr_expect_neq(told[0], '\0', "the program may have meant its own block");
-    close_session();
+    session_close();
 }
 
 /* Each has its buffers taken back for the other's. */
@@ -256,18 +240,18 @@ Test(step_late_frees, two_trainers_leave_each_others_buffers_and_blocks_alone)
 {
     static struct trainer t[2];
     memset(t, 0, sizeof t);
-    open_session(400 * MIB);
+    session_open(MIB(400));
     for (unsigned i = 0; i < 2; i++)
         t[i] = (struct trainer){.id = i, .manner = FREES_EACH_AFTER};
     for (unsigned i = 0; i < 8; i++) {
         struct trainer *const mine = &t[i % 2];
         expect_step(mine, 4 << i % 3);
         if (i == 3) /* at an address that the other one still holds */
-            mine->other = allocate(MIB, 200);
+            mine->other = allocate(MIB(1), 200);
     }
-    check_block(t[1].other, MIB, 200);
-    cr_expect_eq(live_bytes(), MIB + buffer_bytes(t[1].room));
-    close_session();
+    check_block(t[1].other, MIB(1), 200);
+    cr_expect_eq(live_bytes(), MIB(1) + buffer_bytes(t[1].room));
+    session_close();
 }
 
 /* ---- what stays is told, and goes with the buffers ---- */
@@ -275,12 +259,12 @@ Test(step_late_frees, two_trainers_leave_each_others_buffers_and_blocks_alone)
 Test(step_late_frees, scratch_with_an_old_address_stays_until_the_next_size_and_is_told)
 {
     struct trainer t = {.has_scratch = true};
-    open_session(400 * MIB);
+    session_open(MIB(400));
     expect_step(&t, 4);
     cr_expect_eq(live_bytes(), buffer_bytes(4));
     cr_expect_str_eq(told, "");
     expect_step(&t, 8);
-    cr_expect_eq(live_bytes(), buffer_bytes(8) + MIB, "%zu bytes", (size_t)live_bytes());
+    cr_expect_eq(live_bytes(), buffer_bytes(8) + MIB(1), "%zu bytes", (size_t)live_bytes());
     cr_expect(strstr(told, "where a new block is: 0x") && strstr(told, "stays"), "%s", told);
     told[0] = '\0';
     expect_step(&t, 16);
@@ -288,21 +272,21 @@ Test(step_late_frees, scratch_with_an_old_address_stays_until_the_next_size_and_
     t.has_scratch = false;
     expect_step(&t, 32);
     cr_expect_eq(live_bytes(), buffer_bytes(32), "%zu bytes", (size_t)live_bytes());
-    close_session();
+    session_close();
 }
 
 /* Nothing is doubtful where old buffers are freed first. */
 Test(step_late_frees, old_buffers_that_are_freed_first_are_no_event)
 {
     struct trainer t = {.manner = FREES_FIRST, .has_scratch = true};
-    open_session(400 * MIB);
+    session_open(MIB(400));
     for (size_t batch = 4; batch <= 64; batch *= 2) {
         t.answer = batch > 16 ? REBATCH_OOM : REBATCH_OK;
         expect_step(&t, batch);
         cr_expect_eq(live_bytes(), buffer_bytes(t.room), "%zu bytes", (size_t)live_bytes());
     }
     cr_expect_str_eq(told, "");
-    close_session();
+    session_close();
 }
 
 /* The second free of an address in a call is that of the new block. */
@@ -311,11 +295,11 @@ static rebatch_status resize_twice(size_t samples, void *user)
     struct trainer *const t = user;
     void *const old = t->buffers[0];
     give_back(old);
-    void *const block = allocate(samples * MIB, 1);
+    void *const block = allocate(samples * MIB(1), 1);
     if (!block)
         return REBATCH_OOM;
     give_back(block);
-    t->buffers[0] = allocate(samples * MIB, 1);
+    t->buffers[0] = allocate(samples * MIB(1), 1);
     return t->buffers[0] ? REBATCH_OK : REBATCH_OOM;
 }
 
@@ -335,19 +319,15 @@ static rebatch_status run_nothing(const rebatch_microbatch *mb, void *user)
 Test(step_late_frees, a_new_block_is_freed_once_the_old_one_was)
 {
     struct trainer t = {0};
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = do_nothing,
-                                  .forward_backward = run_nothing,
-                                  .optimizer_step = do_nothing,
-                                  .flags = REBATCH_DECLARES_MUTATION,
-                                  .resize = resize_twice};
-    open_session(400 * MIB);
+    const rebatch_step_ops ops = OPS(do_nothing, run_nothing, do_nothing,
+                                     .flags = REBATCH_DECLARES_MUTATION, .resize = resize_twice);
+    session_open(MIB(400));
     for (size_t batch = 4; batch <= 32; batch *= 2) {
-        cr_assert_eq(rebatch_step(rb, &ops, batch, &t, NULL), REBATCH_OK);
-        cr_expect_eq(live_bytes(), batch * MIB, "%zu bytes", (size_t)live_bytes());
+        OK(rebatch_step(rb, &ops, batch, &t, NULL));
+        cr_expect_eq(live_bytes(), batch * MIB(1), "%zu bytes", (size_t)live_bytes());
     }
     cr_expect_str_eq(told, "");
-    close_session();
+    session_close();
 }
 
 /* ---- buffers of before the first step ---- */
@@ -366,14 +346,14 @@ Test(step_late_frees, buffers_made_before_the_first_step_may_be_freed_in_resize)
     for (int backwards = 0; backwards < 2; backwards++)
         for (int manner = FREES_FIRST; manner <= FREES_EACH_AFTER; manner++) {
             struct trainer t = {.manner = (enum manner)manner, .backwards = backwards};
-            open_session(8 * MIB);
+            session_open(MIB(8));
             make_before(&t);
             expect_step(&t, 64);
             cr_expect_eq(t.room, 4);
             cr_expect_eq(live_bytes(), buffer_bytes(4), "manner %d: %zu bytes", manner,
                          (size_t)live_bytes());
             resize_often(&t);
-            close_session();
+            session_close();
         }
 }
 
@@ -381,32 +361,26 @@ Test(step_late_frees, buffers_made_before_the_first_step_may_be_freed_in_resize)
 Test(step_late_frees, what_resize_frees_stays_freed_when_it_fails)
 {
     struct trainer t = {.manner = FREES_EACH_BEFORE, .fails_at = 2};
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.max_attempts = 1;
-    cr_assert_eq(rebatch_device_open_host(&device, 400 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    open_on_host(&device, &rb, MIB(400), &OPTIONS(.max_attempts = 1));
     make_before(&t);
     cr_assert_eq(step(&t, 8), REBATCH_E_EXHAUSTED);
     cr_expect_eq(live_bytes(), bytes_of(1, 2), "%zu bytes", (size_t)live_bytes());
     expect_step(&t, 8);
     cr_expect_eq(live_bytes(), buffer_bytes(8), "%zu bytes", (size_t)live_bytes());
-    close_session();
+    session_close();
 }
 
 /* A pointer that a guard puts back points to memory. */
 Test(step_late_frees, what_a_guarded_pointer_points_to_is_back_when_resize_fails)
 {
     struct trainer t = {.manner = FREES_EACH_BEFORE, .fails_at = 2};
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.max_attempts = 1;
-    cr_assert_eq(rebatch_device_open_host(&device, 400 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST), REBATCH_OK);
+    open_on_host(&device, &rb, MIB(400), &OPTIONS(.max_attempts = 1));
+    OK(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST));
     make_before(&t);
     cr_assert_eq(step(&t, 8), REBATCH_E_EXHAUSTED);
     t.room = 1;
     check_buffers(&t);
     expect_step(&t, 8);
     cr_expect_eq(live_bytes(), buffer_bytes(8), "%zu bytes", (size_t)live_bytes());
-    close_session();
+    session_close();
 }

@@ -1,9 +1,5 @@
 /* Owns the tests of sessions that learn the micro-batch size from real micro-batches.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "integration/gpt_common.h"
@@ -23,8 +19,7 @@ static rebatch_options learning(void)
 
 static void bed_open_learning(struct bed *bed, size_t capacity_bytes, size_t moments_bytes)
 {
-    const rebatch_options options = learning();
-    bed_open_typical(bed, capacity_bytes, &options);
+    bed_open_typical(bed, capacity_bytes, &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
     bed->load.moments_bytes = moments_bytes;
 }
 
@@ -32,8 +27,7 @@ static rebatch_step_report bed_step(struct bed *bed, size_t batch)
 {
     rebatch_step_report report;
     const uint32_t before = bed->load.ran;
-    cr_assert_eq(rebatch_step(bed->rb, &bed->ops, batch, &bed->load, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_step(bed->rb, &bed->ops, batch, &bed->load, &report));
     cr_assert_eq(bed->load.ran - before, report.attempts);
     return report;
 }
@@ -43,8 +37,7 @@ static rebatch_step_report bed_step(struct bed *bed, size_t batch)
 Test(step_learn, nothing_runs_twice_and_nothing_is_thrown_away)
 {
     for (size_t mib = 3; mib <= 20; mib++) {
-        struct bed bed;
-        bed_open_learning(&bed, MIB(mib), MIB(1));
+        OPEN_WITH(bed_open_learning, bed, bed, MIB(mib), MIB(1));
         cr_assert_eq(rebatch_get_micro(bed.rb, 64), 1);
         size_t samples = 0;
         const rebatch_step_report report = bed_step(&bed, 64);
@@ -58,7 +51,6 @@ Test(step_learn, nothing_runs_twice_and_nothing_is_thrown_away)
         cr_assert_eq(samples, 64);
         cr_assert(report.learned >= 2 && report.learned <= 5, "%zu MiB: learned from %u", mib,
                   report.learned);
-        bed_close(&bed);
     }
 }
 
@@ -66,8 +58,7 @@ Test(step_learn, nothing_runs_twice_and_nothing_is_thrown_away)
 Test(step_learn, the_first_step_has_at_most_three_microbatches_more_than_a_later_one)
 {
     for (size_t mib = 3; mib <= 20; mib++) {
-        struct bed bed;
-        bed_open_learning(&bed, MIB(mib), MIB(1));
+        OPEN_WITH(bed_open_learning, bed, bed, MIB(mib), MIB(1));
         const rebatch_step_report first = bed_step(&bed, 64);
         rebatch_step_report later = first;
         for (int i = 0; i < 3; i++)
@@ -75,7 +66,6 @@ Test(step_learn, the_first_step_has_at_most_three_microbatches_more_than_a_later
         cr_assert_eq(later.learned, 0, "%zu MiB: it still learns", mib);
         cr_assert_leq(first.microbatches, later.microbatches + 3, "%zu MiB: %u and %u", mib,
                       first.microbatches, later.microbatches);
-        bed_close(&bed);
     }
 }
 
@@ -83,9 +73,8 @@ Test(step_learn, the_first_step_has_at_most_three_microbatches_more_than_a_later
 Test(step_learn, the_first_step_takes_no_more_than_its_microbatches_need)
 {
     for (size_t mib = 3; mib <= 20; mib++) {
-        const rebatch_options options = learning();
-        struct bed bed;
-        bed_open_typical(&bed, MIB(mib), &options);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(mib),
+                  &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
         (void)bed_step(&bed, 64);
         size_t left = 64, most = 0;
         for (uint32_t i = 0; i < bed.load.ran; i++) {
@@ -99,30 +88,26 @@ Test(step_learn, the_first_step_takes_no_more_than_its_microbatches_need)
             most = size > most ? size : most;
             left -= size;
         }
-        bed_close(&bed);
     }
 }
 
 Test(step_learn, after_the_first_update_the_size_is_the_largest_that_fits)
 {
     for (size_t mib = 4; mib <= 20; mib += 2) {
-        struct bed bed;
-        bed_open_learning(&bed, MIB(mib), MIB(1));
+        OPEN_WITH(bed_open_learning, bed, bed, MIB(mib), MIB(1));
         const size_t largest = true_largest(&bed, MIB(mib), NULL, 64);
         for (int i = 0; i < 4; i++)
             cr_assert_eq(bed_step(&bed, 64).ooms, 0, "%zu MiB, step %d", mib, i);
         /* A pool that has learned may lay more than one that begins with the size. */
         cr_assert_geq(rebatch_get_micro(bed.rb, 64), largest, "%zu MiB: %zu, %zu is true", mib,
                       rebatch_get_micro(bed.rb, 64), largest);
-        bed_close(&bed);
     }
 }
 
 /* What the first micro-batch makes and keeps, and what the first update does. */
 Test(step_learn, memory_that_appears_later_makes_the_size_smaller_without_an_oom)
 {
-    struct bed bed;
-    bed_open_learning(&bed, MIB(16), MIB(6));
+    OPEN_WITH(bed_open_learning, bed, bed, MIB(16), MIB(6));
     const rebatch_step_report first = bed_step(&bed, 64);
     size_t most = 0;
     for (uint32_t i = 0; i < bed.load.ran; i++)
@@ -133,19 +118,16 @@ Test(step_learn, memory_that_appears_later_makes_the_size_smaller_without_an_oom
         cr_assert_eq(later.ooms, 0);
         cr_assert_leq(later.micro_after, first.micro_after);
     }
-    bed_close(&bed);
 }
 
 Test(step_learn, everything_fits_ends_with_the_whole_batch)
 {
-    struct bed bed;
-    bed_open_learning(&bed, MIB(256), 0);
+    OPEN_WITH(bed_open_learning, bed, bed, MIB(256), 0);
     const rebatch_step_report first = bed_step(&bed, 64);
     cr_assert_leq(first.microbatches, 3);
     const rebatch_step_report second = bed_step(&bed, 64);
     cr_assert_eq(second.microbatches, 1);
     cr_assert_eq(second.ooms + first.ooms, 0);
-    bed_close(&bed);
 }
 
 /* ---- batches ---- */
@@ -153,8 +135,7 @@ Test(step_learn, everything_fits_ends_with_the_whole_batch)
 Test(step_learn, small_batches_teach_over_several_steps)
 {
     for (size_t batch = 1; batch <= 4; batch++) {
-        struct bed bed;
-        bed_open_learning(&bed, MIB(12), 0);
+        OPEN_WITH(bed_open_learning, bed, bed, MIB(12), 0);
         rebatch_step_report report = {0};
         for (int i = 0; i < 4; i++) {
             report = bed_step(&bed, batch);
@@ -162,15 +143,13 @@ Test(step_learn, small_batches_teach_over_several_steps)
         }
         cr_assert_eq(report.microbatches, 1, "a batch of %zu fits as one", batch);
         cr_assert_eq(report.learned, 0);
-        bed_close(&bed);
     }
 }
 
 Test(step_learn, a_larger_batch_is_learned_at_once)
 {
     for (size_t small = 1; small <= 8; small++) {
-        struct bed bed;
-        bed_open_learning(&bed, MIB(12), 0);
+        OPEN_WITH(bed_open_learning, bed, bed, MIB(12), 0);
         const size_t largest = true_largest(&bed, MIB(12), NULL, 128);
         for (int i = 0; i < 3; i++)
             (void)bed_step(&bed, small);
@@ -178,7 +157,6 @@ Test(step_learn, a_larger_batch_is_learned_at_once)
         cr_assert_eq(report.ooms, 0);
         cr_assert_eq(report.micro_after, largest, "after batches of %zu", small);
         cr_assert_leq(report.microbatches, 128 / largest + 4);
-        bed_close(&bed);
     }
 }
 
@@ -192,7 +170,7 @@ Test(step_learn, the_limits_on_the_size_hold)
     rig.script.base_bytes = KIB(64);
     rig.script.sample_bytes = KIB(300);
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rig_step(&rig, 67), REBATCH_OK);
+        OK(rig_step(&rig, 67));
     cr_assert_eq(rig.report.micro_after, 24, "%s", script_trace(&rig.script));
     rig_close(&rig);
 
@@ -202,7 +180,7 @@ Test(step_learn, the_limits_on_the_size_hold)
     rig.script.base_bytes = KIB(64);
     rig.script.sample_bytes = KIB(300);
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rig_step(&rig, 67), REBATCH_OK);
+        OK(rig_step(&rig, 67));
     cr_assert_eq(rig.report.micro_after, 19, "%s", script_trace(&rig.script));
     rig_close(&rig);
 }
@@ -215,32 +193,29 @@ Test(step_learn, an_oom_in_any_microbatch_of_the_first_step_is_survived)
                                                  SCRIPT_SWALLOW};
     for (uint32_t nth = 1; nth <= 6; nth++)
         for (int way = 0; way < 8; way++) {
-            rebatch_options options = learning();
-            options.on_oom = way & 1 ? REBATCH_ON_OOM_FIT : REBATCH_ON_OOM_HALVE;
-            struct rig rig;
-            rig_open(&rig, MIB(8), &options);
+            OPEN(rig, rig, MIB(8),
+                 &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF,
+                          .on_oom = way & 1 ? REBATCH_ON_OOM_FIT : REBATCH_ON_OOM_HALVE));
             rig.script.sample_bytes = KIB(300);
             rig.ops.flags = nth % 2 ? REBATCH_DECLARES_MUTATION : 0;
             script_fail(&rig.script, SCRIPT_FORWARD, nth, way & 2 ? SCRIPT_WHILE : SCRIPT_BEFORE,
                         manners[way / 2])
                 ->more_than = 1;
             for (int step = 0; step < 5; step++) {
-                cr_assert_eq(rig_step(&rig, 64), REBATCH_OK, "%s", rebatch_last_error());
+                OK(rig_step(&rig, 64));
                 rig.script.fault_count = 0;
             }
             cr_assert_eq(rig.report.learned, 0, "it never ends");
             cr_assert_geq(rig.report.micro_after, 5, "the %uth, way %d: %zu", nth, way,
                           rig.report.micro_after);
             cr_assert_eq(rig.report.ooms, 0);
-            rig_close(&rig);
         }
 }
 
 /* The callback's own wall: no model of the pool's memory sees it. */
 Test(step_learn, a_prediction_that_does_not_hold_is_halved_and_then_learned_from)
 {
-    struct bed bed;
-    bed_open_learning(&bed, MIB(20), 0);
+    OPEN_WITH(bed_open_learning, bed, bed, MIB(20), 0);
     bed.load.wall = 11;
     rebatch_step_report report = bed_step(&bed, 64);
     cr_assert_gt(report.ooms, 0);
@@ -249,16 +224,14 @@ Test(step_learn, a_prediction_that_does_not_hold_is_halved_and_then_learned_from
     cr_assert_eq(report.ooms, 0);
     cr_assert_eq(report.learned, 0);
     cr_assert(report.micro_after >= 8 && report.micro_after <= 11, "%zu", report.micro_after);
-    bed_close(&bed);
 }
 
 /* The fallback halves, but not to less than has run. */
 Test(step_learn, a_size_that_failed_is_followed_by_no_smaller_one_than_has_run)
 {
     for (size_t wall = 3; wall <= 30; wall++) {
-        const rebatch_options options = learning();
-        struct bed bed;
-        bed_open_typical(&bed, MIB(20), &options);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(20),
+                  &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
         bed.load.wall = wall;
         for (int i = 0; i < 4; i++)
             (void)bed_step(&bed, 64);
@@ -273,16 +246,13 @@ Test(step_learn, a_size_that_failed_is_followed_by_no_smaller_one_than_has_run)
             }
         }
         cr_assert_gt(after_failures, 0);
-        bed_close(&bed);
     }
 }
 
 Test(step_learn, allocations_without_a_law_are_learned_by_their_peak)
 {
     for (size_t mib = 3; mib <= 12; mib++) {
-        const rebatch_options options = learning();
-        struct bed bed;
-        bed_open(&bed, MIB(mib), &options);
+        OPEN(bed, bed, MIB(mib), &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
         bed.load.items[0] = (struct load_item){.fixed = 5000, .each = 30000};
         bed.load.item_count = 1;
         bed.load.bit_bytes = 60000;
@@ -293,61 +263,49 @@ Test(step_learn, allocations_without_a_law_are_learned_by_their_peak)
         cr_assert_eq(report.ooms + report.learned, 0);
         cr_assert(report.micro_after * 10 >= largest * 9 && report.micro_after <= largest,
                   "%zu MiB: %zu, %zu is true", mib, report.micro_after, largest);
-        bed_close(&bed);
     }
 }
 
 Test(step_learn, nothing_fits_is_exhausted_after_the_smallest)
 {
-    const rebatch_options options = learning();
-    struct rig rig;
-    rig_open(&rig, MIB(8), &options);
+    OPEN(rig, rig, MIB(8), &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
     rig.script.sample_bytes = MIB(9);
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.attempts, 1);
     rig.script.sample_bytes = KIB(300);
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK, "%s", rebatch_last_error());
-    rig_close(&rig);
+        OK(rig_step(&rig, 64));
 }
 
 Test(step_learn, a_torn_update_is_torn)
 {
-    const rebatch_options options = learning();
-    struct rig rig;
-    rig_open(&rig, MIB(8), &options);
+    OPEN(rig, rig, MIB(8), &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
     rig.script.sample_bytes = KIB(300);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_RETURN);
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_TORN);
     script_restore(&rig.script);
     rig.script.fault_count = 0;
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.learned, 0);
     cr_assert_geq(rig.report.micro_after, 26);
-    rig_close(&rig);
 }
 
 /* Once it is over, memory that goes and comes is growth's business again. */
 Test(step_learn, when_it_is_over_growth_goes_on)
 {
-    rebatch_options options = learning();
-    options.growth = REBATCH_ON;
-    options.grow_after = 3;
-    struct rig rig;
-    rig_open(&rig, MIB(8), &options);
+    OPEN(rig, rig, MIB(8), &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_ON, .grow_after = 3));
     rig.script.sample_bytes = KIB(300);
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
     const size_t size = rig.report.micro_after;
     rig_set_capacity(&rig, MIB(4));
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_lt(rig.report.micro_after, size);
     rig_set_capacity(&rig, MIB(8));
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.micro_after, size, "by the model that was learned");
-    rig_close(&rig);
 }
 
 /* Seed 31: faults of every kind and memory that comes and goes, from the first step on. */
@@ -356,14 +314,12 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
     uint64_t random = 31;
     unsigned ok = 0;
     for (int session = 0; session < 200; session++) {
-        rebatch_options options = learning();
-        options.growth = session % 2 ? REBATCH_ON : REBATCH_OFF;
-        options.grow_after = 2;
-        options.on_oom = session % 3 ? REBATCH_ON_OOM_HALVE : REBATCH_ON_OOM_FIT;
-        options.micro_multiple_of = script_random(&random) % 3 ? 1 : 3;
-        options.pool.caching = session % 5 ? REBATCH_ON : REBATCH_OFF;
-        struct rig rig;
-        rig_open(&rig, MIB(24), &options);
+        OPEN(rig, rig, MIB(24),
+             &OPTIONS(.learn = REBATCH_ON, .growth = session % 2 ? REBATCH_ON : REBATCH_OFF,
+                      .grow_after = 2,
+                      .on_oom = session % 3 ? REBATCH_ON_OOM_HALVE : REBATCH_ON_OOM_FIT,
+                      .micro_multiple_of = script_random(&random) % 3 ? 1 : 3,
+                      .pool.caching = session % 5 ? REBATCH_ON : REBATCH_OFF));
         struct script *s = &rig.script;
         s->base_bytes = script_random(&random) % KIB(512);
         s->sample_bytes = script_random(&random) % KIB(300);
@@ -389,7 +345,6 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
             learned += rig.report.learned;
         }
         cr_assert_leq(learned, 8, "session %d learned from %u", session, learned);
-        rig_close(&rig);
     }
     cr_assert_gt(ok, 1200);
 }
@@ -398,24 +353,21 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
 
 Test(step_learn, by_cost_the_budget_doubles_while_there_is_room)
 {
-    const rebatch_options options = learning();
     static size_t lengths[64];
     uint64_t random = 32;
     for (size_t i = 0; i < 64; i++)
         lengths[i] = 1 + script_random(&random) % 20;
-    struct rig rig;
-    rig_open(&rig, MIB(16), &options);
+    OPEN(rig, rig, MIB(16), &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF));
     rig.script.lengths = lengths;
     rig.script.sample_bytes = KIB(50);
     for (int i = 0; i < 4; i++) {
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
         cr_assert_eq(rig.report.ooms - rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 0);
     }
     cr_assert_geq(rig.report.cost_after * KIB(50), MIB(16) / 2);
     cr_assert_leq(rig.report.cost_after * KIB(50), MIB(16));
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.learned, 0, "there is no larger one to learn");
-    rig_close(&rig);
 }
 
 static void open_lengths(struct rig *rig, const rebatch_options *options, size_t *lengths)
@@ -429,24 +381,21 @@ static void open_lengths(struct rig *rig, const rebatch_options *options, size_t
 
 Test(step_learn, by_cost_a_larger_batch_is_learned_as_well)
 {
-    const rebatch_options options = learning();
     size_t lengths[64];
-    struct rig rig;
-    open_lengths(&rig, &options, lengths);
+    OPEN_WITH(open_lengths, rig, rig, &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF),
+              lengths);
     for (int i = 0; i < 4; i++)
-        cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+        OK(rig_step(&rig, 8));
     cr_assert_eq(rig.report.microbatches, 1);
     for (int i = 0; i < 4; i++)
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.cost_after, 32);
     cr_assert_eq(rig.report.learned, 0);
-    rig_close(&rig);
 }
 
 /* The micro-batch of 16 samples makes 12 units that stay until the update: another one of 16 is
  * then known not to fit. */
-static rebatch_status keep_until_the_update(struct script *s, enum script_callback callback,
-                                            const rebatch_microbatch *mb)
+INSIDE(keep_until_the_update)
 {
     void **kept = s->inside_user;
     if (callback == SCRIPT_FORWARD && mb->count == 16 && !*kept)
@@ -457,50 +406,43 @@ static rebatch_status keep_until_the_update(struct script *s, enum script_callba
 
 Test(step_learn, by_cost_an_attempt_that_is_not_admitted_ends_it)
 {
-    const rebatch_options options = learning();
     size_t lengths[64];
     void *kept = NULL;
-    struct rig rig;
-    open_lengths(&rig, &options, lengths);
-    rig.script.inside = keep_until_the_update;
-    rig.script.inside_user = &kept;
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    OPEN_WITH(open_lengths, rig, rig, &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF),
+              lengths);
+    script_inside(&rig.script, keep_until_the_update, &kept);
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
     rig.script.inside = NULL;
     for (int i = 0; i < 3; i++) {
         cr_assert_eq(rig.report.cost_after, 8, "what was not admitted is growth's business");
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
         cr_assert_eq(rig.report.learned, 0);
     }
-    rig_close(&rig);
 }
 
 Test(step_learn, a_probe_ends_it)
 {
-    struct bed bed;
-    bed_open_learning(&bed, MIB(12), 0);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_learning, bed, bed, MIB(12), 0);
+    OK(bed_probe(&bed, 64, NULL));
     const rebatch_step_report report = bed_step(&bed, 64);
     cr_assert_eq(report.micro_before, bed.report.size);
     cr_assert_eq(report.learned, 0);
-    bed_close(&bed);
 }
 
 Test(step_learn, what_was_learned_can_be_asked)
 {
-    struct bed bed;
     rebatch_prediction prediction;
-    bed_open_learning(&bed, MIB(12), 0);
+    OPEN_WITH(bed_open_learning, bed, bed, MIB(12), 0);
     cr_assert_eq(rebatch_predict(&prediction, bed.rb, 1, 64, NULL), REBATCH_E_STATE);
     for (int i = 0; i < 3; i++)
         (void)bed_step(&bed, 64);
     const size_t size = rebatch_get_micro(bed.rb, 64);
-    cr_assert_eq(rebatch_predict(&prediction, bed.rb, size, 64, NULL), REBATCH_OK);
+    OK(rebatch_predict(&prediction, bed.rb, size, 64, NULL));
     cr_assert(prediction.fits);
-    cr_assert_eq(rebatch_predict(&prediction, bed.rb, size + 1, 64, NULL), REBATCH_OK);
+    OK(rebatch_predict(&prediction, bed.rb, size + 1, 64, NULL));
     cr_assert(!prediction.fits);
-    bed_close(&bed);
 }
 
 Test(step_learn, a_size_to_begin_with_is_refused_beside_it)
@@ -509,13 +451,12 @@ Test(step_learn, a_size_to_begin_with_is_refused_beside_it)
     rebatch *rb;
     rebatch_options options = learning();
     options.micro_start = 8;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "learn is on and micro_start is 8: expected 0 with it");
+    OK(rebatch_device_open_host(&device, MIB(8), NULL));
+    FAILS_WITH(rebatch_open(&rb, device, &options), REBATCH_E_INVALID,
+               "learn is on and micro_start is 8: expected 0 with it");
     options.micro_start = 0;
     options.learn = (rebatch_toggle)7;
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "learn is 7"));
+    FAILS(rebatch_open(&rb, device, &options), REBATCH_E_INVALID, "learn is 7");
     rebatch_device_close(device);
 }
 
@@ -525,10 +466,9 @@ static void train(char hash[GPT_HASH_TEXT_BYTES], size_t capacity_bytes, uint64_
                   rebatch_step_report *first)
 {
     struct run_options options = tiny_run();
-    struct run run;
     options.capacity_bytes = capacity_bytes;
     options.learns = first != NULL;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.nth = failing;
     plan.times = 1;
@@ -541,7 +481,6 @@ static void train(char hash[GPT_HASH_TEXT_BYTES], size_t capacity_bytes, uint64_
             *first = report;
     }
     run_hash(&run, hash);
-    run_close(&run);
 }
 
 Test(step_learn, no_bit_changes, .description = "seed 1, 3 steps of 16")

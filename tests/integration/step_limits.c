@@ -1,10 +1,6 @@
 /* Owns the tests of the limits on the micro-batch: multiples, the list of sizes, OOMs in a row.
  * rig_step() holds every cut against them. Seed of what is random: 11.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "step_common.h"
 
 static rebatch_options multiple_of(size_t multiple, size_t start)
@@ -37,127 +33,96 @@ static void build_wall(struct rig *rig, size_t most)
 
 Test(step_limits, the_first_cut_is_a_multiple_and_the_rest_comes_last)
 {
-    const rebatch_options options = multiple_of(8, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_multiple_of = 8, .grow_after = 1));
     cr_assert_eq(rebatch_get_micro(rig.rb, 20), 16);
-    cr_assert_eq(rig_step(&rig, 20), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+4 u");
-    cr_assert_eq(rig_step(&rig, 24), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+24 u");
-    rig_close(&rig);
+    STEP(&rig, 20, REBATCH_OK, "z f0+16 f16+4 u");
+    STEP(&rig, 24, REBATCH_OK, "z f0+24 u");
 }
 
 Test(step_limits, halving_goes_to_a_multiple)
 {
-    const rebatch_options options = multiple_of(6, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_multiple_of = 6, .grow_after = 1));
     build_wall(&rig, 8);
-    cr_assert_eq(rig_step(&rig, 44), REBATCH_OK);
+    OK(rig_step(&rig, 44));
     cr_assert_str_eq(rig_events(&rig), "SHRINK(42->18) SHRINK(18->6) STEP");
     cr_assert_eq(rig.script.calls[rig.script.call_count - 2].count, 2, "the rest");
-    rig_close(&rig);
 }
 
 Test(step_limits, below_the_smallest_multiple_there_is_nothing)
 {
-    const rebatch_options options = multiple_of(8, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_multiple_of = 8, .grow_after = 1));
     build_wall(&rig, 7);
-    cr_assert_eq(rig_step(&rig, 32), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+32! f0+16~1! f0+8~2!");
-    cr_assert(strstr(rebatch_last_error(), "the smallest micro-batch allowed is 8"), "%s",
-              rebatch_last_error());
-    rig_close(&rig);
+    STEP(&rig, 32, REBATCH_E_EXHAUSTED, "z f0+32! f0+16~1! f0+8~2!");
+    SAYS("the smallest micro-batch allowed is 8");
 }
 
 /* Cut in two, it would have a part that is no multiple and is not the last. */
 Test(step_limits, a_rest_that_fails_is_not_cut_below_the_multiple)
 {
-    const rebatch_options options = multiple_of(4, 4);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_multiple_of = 4, .micro_start = 4, .grow_after = 1));
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_RETURN)->times =
         SCRIPT_FOREVER;
-    cr_assert_eq(rig_step(&rig, 7), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+3!");
-    rig_close(&rig);
+    STEP(&rig, 7, REBATCH_E_EXHAUSTED, "z f0+4 f4+3!");
 }
 
 Test(step_limits, growth_goes_to_multiples_up_to_the_largest)
 {
-    rebatch_options options = multiple_of(6, 6);
-    options.micro_largest = 40;
     static const size_t expected[] = {6, 12, 24, 36, 36};
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64),
+         &OPTIONS(.micro_multiple_of = 6, .micro_start = 6, .grow_after = 1, .micro_largest = 40));
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) {
         cr_assert_eq(rebatch_get_micro(rig.rb, 64), expected[i], "before step %zu", i);
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        OK(rig_step(&rig, 64));
     }
-    rig_close(&rig);
 }
 
 Test(step_limits, fit_goes_to_a_multiple)
 {
-    rebatch_options options = multiple_of(5, 5);
-    options.on_oom = REBATCH_ON_OOM_FIT;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64),
+         &OPTIONS(.micro_multiple_of = 5, .micro_start = 5, .grow_after = 1,
+                  .on_oom = REBATCH_ON_OOM_FIT));
     rig.script.sample_bytes = MIB(1);
     for (int i = 0; i < 4; i++)
-        cr_assert_eq(rig_step(&rig, 40), REBATCH_OK);
+        OK(rig_step(&rig, 40));
     cr_assert_eq(rebatch_get_micro(rig.rb, 40), 40);
     rig_set_capacity(&rig, MIB(28));
-    cr_assert_eq(rig_step(&rig, 40), REBATCH_OK);
+    OK(rig_step(&rig, 40));
     cr_assert_eq(rig.report.micro_after, 25);
-    rig_close(&rig);
 }
 
 /* ---- a list of sizes ---- */
 
 Test(step_limits, only_sizes_of_the_list_are_used_in_any_order)
 {
-    const rebatch_options options = ALLOWED(64, 10, 6, 10);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_allowed = {64, 10, 6, 10}, .grow_after = 1));
     cr_assert_eq(rebatch_get_micro(rig.rb, 70), 64);
     build_wall(&rig, 8);
-    cr_assert_eq(rig_step(&rig, 70), REBATCH_OK);
+    OK(rig_step(&rig, 70));
     cr_assert_str_eq(rig_events(&rig), "SHRINK(64->10) SHRINK(10->6) STEP");
     rig.script.fault_count = 0;
     static const size_t expected[] = {10, 64, 64};
     for (size_t i = 0; i < 3; i++) {
-        cr_assert_eq(rig_step(&rig, 70), REBATCH_OK);
+        OK(rig_step(&rig, 70));
         cr_assert_eq(rebatch_get_micro(rig.rb, 70), expected[i]);
     }
-    rig_close(&rig);
 }
 
 Test(step_limits, list_multiple_smallest_and_largest_hold_together)
 {
-    rebatch_options options = ALLOWED(4, 6, 12, 15, 24, 36);
-    options.micro_multiple_of = 12;
-    options.micro_smallest = 13;
-    options.micro_largest = 30;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64),
+         &OPTIONS(.micro_allowed = {4, 6, 12, 15, 24, 36}, .grow_after = 1, .micro_multiple_of = 12,
+                  .micro_smallest = 13, .micro_largest = 30));
     cr_assert_eq(rebatch_get_micro(rig.rb, 50), 24);
-    cr_assert_eq(rig_step(&rig, 50), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+24 f24+24 f48+2 u");
+    STEP(&rig, 50, REBATCH_OK, "z f0+24 f24+24 f48+2 u");
     build_wall(&rig, 10);
-    cr_assert_eq(rig_step(&rig, 50), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+24!");
-    rig_close(&rig);
+    STEP(&rig, 50, REBATCH_E_EXHAUSTED, "z f0+24!");
 }
 
 static void refuse(const rebatch_options *options, const char *sentence)
 {
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(1), NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(1), NULL));
     cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_E_INVALID, "expected: %s", sentence);
     cr_assert_null(rb);
     cr_assert_str_eq(rebatch_last_error(), sentence);
@@ -170,18 +135,15 @@ Test(step_limits, a_list_of_one_size_leaves_no_other)
     struct rig rig;
     rig_open(&rig, MIB(64), &options);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
-    cr_assert_eq(rig_step(&rig, 30), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+12 f12+12 f24+6 u");
+    STEP(&rig, 30, REBATCH_OK, "z f0+12 f12+12 f24+6 u");
     build_wall(&rig, 11);
-    cr_assert_eq(rig_step(&rig, 30), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+12!");
+    STEP(&rig, 30, REBATCH_E_EXHAUSTED, "z f0+12!");
     rig_close(&rig);
 
     options.learn = REBATCH_ON; /* begins with the smallest that is allowed */
     rig_open(&rig, MIB(64), &options);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
-    cr_assert_eq(rig_step(&rig, 30), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+12 f12+12 f24+6 u");
+    STEP(&rig, 30, REBATCH_OK, "z f0+12 f12+12 f24+6 u");
     rig_close(&rig);
 
     options.micro_start = 24;
@@ -190,11 +152,6 @@ Test(step_limits, a_list_of_one_size_leaves_no_other)
 }
 
 /* ---- all of it, by chance ---- */
-
-static size_t below(uint64_t *random, size_t n)
-{
-    return (size_t)(script_random(random) % n);
-}
 
 static rebatch_options random_limits(uint64_t *random)
 {
@@ -222,15 +179,14 @@ Test(step_limits, every_cut_honours_the_limits_under_random_ooms)
         const rebatch_options options = random_limits(&random);
         rebatch_device *device;
         rebatch *rb;
-        cr_assert_eq(rebatch_device_open_host(&device, MIB(1), NULL), REBATCH_OK);
+        OK(rebatch_device_open_host(&device, MIB(1), NULL));
         const bool possible = rebatch_open(&rb, device, &options) == REBATCH_OK;
         rebatch_close(rb);
         rebatch_device_close(device);
         if (!possible)
             continue;
         session++;
-        struct rig rig;
-        rig_open(&rig, MIB(24), &options);
+        OPEN(rig, rig, MIB(24), &options);
         rig.script.sample_bytes = KIB(128);
         for (int i = 0; i < 20; i++) {
             rig_set_capacity(&rig, MIB(1) + below(&random, MIB(12)));
@@ -240,7 +196,6 @@ Test(step_limits, every_cut_honours_the_limits_under_random_ooms)
             shrunk += rig_event(&rig, REBATCH_EVENT_SHRINK) != NULL;
             grown += rig_event(&rig, REBATCH_EVENT_GROW) != NULL;
         }
-        rig_close(&rig);
     }
     cr_assert_gt(shrunk, 500);
     cr_assert_gt(grown, 500);
@@ -250,68 +205,56 @@ Test(step_limits, every_cut_honours_the_limits_under_random_ooms)
 
 static void open_in_row(struct rig *rig, uint32_t most)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.max_ooms_in_row = most;
-    options.growth = REBATCH_OFF;
-    rig_open(rig, MIB(64), &options);
+    rig_open(rig, MIB(64), &OPTIONS(.max_ooms_in_row = most, .growth = REBATCH_OFF));
 }
 
 Test(step_limits, too_many_ooms_in_a_row_end_the_step)
 {
-    struct rig rig;
-    open_in_row(&rig, 3);
+    OPEN_WITH(open_in_row, rig, rig, 3);
     build_wall(&rig, 1);
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.ooms, 3);
-    cr_assert(strstr(rebatch_last_error(), "gave up after 3 in a row: raise max_ooms_in_row"), "%s",
-              rebatch_last_error());
+    SAYS("gave up after 3 in a row: raise max_ooms_in_row");
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_EXHAUSTED, "each step counts anew");
     cr_assert_eq(rig.report.ooms, 3);
-    rig_close(&rig);
 }
 
 Test(step_limits, a_microbatch_that_succeeds_ends_the_row)
 {
-    struct rig rig;
-    open_in_row(&rig, 2);
+    OPEN_WITH(open_in_row, rig, rig, 2);
     for (uint32_t nth = 1; nth <= 7; nth += 2)
         script_fail(&rig.script, SCRIPT_FORWARD, nth, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.ooms, 4);
-    rig_close(&rig);
 }
 
 /* zero_grad succeeds between an OOM while accumulating and the next; that ends no row. */
 Test(step_limits, zero_grad_alone_ends_no_row)
 {
-    struct rig rig;
-    open_in_row(&rig, 2);
+    OPEN_WITH(open_in_row, rig, rig, 2);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_RETURN)->times = 2;
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.ooms, 2);
-    rig_close(&rig);
 }
 
 /* ---- what cannot be ---- */
 
 Test(step_limits, a_multiple_or_a_list_above_the_batch_is_refused_at_once)
 {
-    const rebatch_options eight = multiple_of(8, 0);
     struct rig rig;
     rebatch_step_report report;
-    rig_open(&rig, MIB(64), &eight);
-    cr_assert_eq(rebatch_step(rig.rb, &rig.ops, 7, &rig.script, &report), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "batch is 7 and micro_multiple_of is 8: expected at "
-                                           "least one multiple in the batch");
+    rig_open(&rig, MIB(64), &OPTIONS(.micro_multiple_of = 8, .grow_after = 1));
+    FAILS_WITH(
+        rebatch_step(rig.rb, &rig.ops, 7, &rig.script, &report), REBATCH_E_INVALID,
+        "batch is 7 and micro_multiple_of is 8: expected at least one multiple in the batch");
     cr_assert_eq(rig.script.call_count, 0);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     rig_close(&rig);
 
-    const rebatch_options list = ALLOWED(32, 16);
-    rig_open(&rig, MIB(64), &list);
-    cr_assert_eq(rebatch_step(rig.rb, &rig.ops, 15, &rig.script, &report), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "batch is 15 and the smallest of micro_allowed is 16: "
-                                           "expected an allowed size in the batch");
+    rig_open(&rig, MIB(64), &OPTIONS(.micro_allowed = {32, 16}, .grow_after = 1));
+    FAILS_WITH(rebatch_step(rig.rb, &rig.ops, 15, &rig.script, &report), REBATCH_E_INVALID,
+               "batch is 15 and the smallest of micro_allowed is 16: expected an allowed size in "
+               "the batch");
     cr_assert_eq(rebatch_probe(rig.rb, &rig.ops, 15, &rig.script, NULL, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rig.script.call_count, 0);
     rig_close(&rig);
@@ -359,13 +302,11 @@ Test(step_limits, limits_that_cannot_hold_together_are_refused)
 static void expect_cut(const rebatch_options *limits, size_t size, size_t batch, const char *trace)
 {
     rebatch_options options = *limits;
-    struct rig rig;
     options.micro_largest = size;
     options.growth = REBATCH_OFF;
-    rig_open(&rig, MIB(64), &options);
-    cr_assert_eq(rig_step(&rig, batch), REBATCH_OK, "%s", rebatch_last_error());
+    OPEN(rig, rig, MIB(64), &options);
+    OK(rig_step(&rig, batch));
     cr_expect_str_eq(script_trace(&rig.script), trace);
-    rig_close(&rig);
 }
 
 Test(step_limits, a_rest_below_the_smallest_size_makes_all_micro_batches_smaller)
@@ -413,19 +354,14 @@ Test(step_limits, no_last_micro_batch_is_below_the_smallest_size_after_an_oom)
 {
     for (size_t smallest = 2; smallest <= 5; smallest++) {
         for (size_t batch = 40; batch <= 80; batch++) {
-            rebatch_options options = REBATCH_OPTIONS_INIT;
-            struct rig rig;
-            options.micro_smallest = smallest;
-            options.micro_start = 16;
-            rig_open(&rig, MIB(64), &options);
+            OPEN(rig, rig, MIB(64), &OPTIONS(.micro_smallest = smallest, .micro_start = 16));
             script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
-            cr_assert_eq(rig_step(&rig, batch), REBATCH_OK);
+            OK(rig_step(&rig, batch));
             cr_assert_eq(rig.report.ooms, 1);
             for (size_t i = 0; i < rig.script.call_count; i++)
                 cr_assert(rig.script.calls[i].callback != SCRIPT_FORWARD ||
                               rig.script.calls[i].count >= smallest,
                           "smallest %zu: %s", smallest, script_trace(&rig.script));
-            rig_close(&rig);
         }
     }
 }

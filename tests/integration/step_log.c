@@ -1,16 +1,13 @@
 /* Owns the tests of the lines in which a session says what happened: on standard error and in a
  * file, as text and as JSON. Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
-#define MIB ((size_t)1 << 20)
 #define BATCH 64
 
 static char folder[] = "/tmp/rebatch-log-XXXXXX";
@@ -35,16 +32,10 @@ TestSuite(step_log, .init = enter, .fini = leave);
 
 /* ---- a step that needs 1 MiB a sample ---- */
 
-static rebatch_status nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     void *block;
-    if (rebatch_pool_alloc(&block, mb->pool, mb->count * MIB, mb->stream, 0))
+    if (rebatch_pool_alloc(&block, mb->pool, mb->count * MIB(1), mb->stream, 0))
         return REBATCH_OOM;
     rebatch_mutating(*(rebatch **)user);
     return rebatch_pool_free(mb->pool, block);
@@ -54,12 +45,11 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
  * the file "stderr". */
 static void train(const rebatch_options *options, unsigned steps)
 {
-    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward,
-                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL,    NULL};
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, forward_backward, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, 40 * MIB, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(40), NULL));
     const int before = dup(STDERR_FILENO);
     const int file = open("stderr", O_WRONLY | O_CREAT | O_TRUNC, 0600);
     cr_assert_eq(dup2(file, STDERR_FILENO), STDERR_FILENO);
@@ -67,7 +57,7 @@ static void train(const rebatch_options *options, unsigned steps)
     for (unsigned i = 0; i < steps && !status; i++)
         status = rebatch_step(rb, &ops, BATCH, &rb, NULL);
     (void)dup2(before, STDERR_FILENO);
-    cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
+    OK(status);
     (void)close(before);
     (void)close(file);
     rebatch_close(rb);
@@ -122,7 +112,7 @@ Test(step_log, the_level_is_the_options_or_the_settings)
     options.log_level = REBATCH_LOG_DEBUG;
     train(&options, 3);
     cr_expect_eq(lines(read_file("stderr")), 5, "%s", text);
-    cr_expect(strstr(text, "rebatch: step 2: step done\n"), "%s", text);
+    HAS(text, "rebatch: step 2: step done\n");
     setenv("REBATCH_LOG_LEVEL", "quiet", 1);
     train(NULL, 3);
     cr_expect_str_eq(read_file("stderr"), "");
@@ -144,11 +134,8 @@ static void count_event(const rebatch_event *event, void *user)
 
 Test(step_log, a_callback_takes_the_place_of_standard_error)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     unsigned events = 0;
-    options.on_event = count_event;
-    options.on_event_user = &events;
-    train(&options, 3);
+    train(&OPTIONS(.on_event = count_event, .on_event_user = &events), 3);
     cr_expect_str_eq(read_file("stderr"), "");
     cr_expect_eq(events, 2);
 }
@@ -161,15 +148,11 @@ Test(step_log, nobody_who_reads_is_no_reason_to_end)
     (void)close(ends[0]);
     char path[64];
     (void)snprintf(path, sizeof path, "/proc/self/fd/%d", ends[1]);
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = REBATCH_LOG_DEBUG;
     const int before = dup(STDERR_FILENO);
     rebatch_device *device;
     rebatch *rb;
-    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward, nothing, NULL, 0, NULL,
-                                  NULL,       NULL};
-    cr_assert_eq(rebatch_device_open_host(&device, 70 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
+    const rebatch_step_ops ops = OPS(nothing_to_do, forward_backward, nothing_to_do, .flags = 0);
+    open_on_host(&device, &rb, MIB(70), &OPTIONS(.log_level = REBATCH_LOG_DEBUG));
     (void)dup2(ends[1], STDERR_FILENO);
     const rebatch_status status = rebatch_step(rb, &ops, BATCH, &rb, NULL);
     (void)dup2(before, STDERR_FILENO);
@@ -207,7 +190,7 @@ Test(step_log, a_file_that_cannot_be_written_opens_nothing)
     rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, 40 * MIB, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(40), NULL));
     options.log_file = "no/such/folder";
     cr_expect_eq(rebatch_open(&rb, device, &options), REBATCH_E_IO);
     cr_expect_null(rb);
@@ -241,11 +224,11 @@ Test(step_log, each_event_is_one_json_object_a_line)
     cr_assert_not_null(after);
     expect_begin(after, "Z\",\"event\":\"shrink\",\"level\":\"warn\",\"step\":0,\"phase\":"
                         "\"forward_backward, before accumulating\"," NUMBERS);
-    cr_expect_not_null(strstr(after, BYTES), "%s", after);
+    HAS(after, BYTES);
     const char *done = strstr(after, "\"event\":\"step\",\"level\":\"debug\",\"step\":1,"
                                      "\"phase\":null,");
     cr_assert_not_null(done, "%s", after);
-    cr_expect_not_null(strstr(done, "\"peak_bytes\":33554432,"), "%s", done);
+    HAS(done, "\"peak_bytes\":33554432,");
     cr_expect_str_eq(strstr(done, "\"text\""), "\"text\":\"step 1: step done\"}\n");
 }
 
@@ -259,15 +242,15 @@ Test(step_log, sizes_that_read_the_same_are_told_apart)
                            .count = 8,
                            .micro_before = 8,
                            .micro_after = 4,
-                           .needed_bytes = 3 * MIB / 2 + 2048,
-                           .available_bytes = 3 * MIB / 2};
+                           .needed_bytes = MIB(3) / 2 + 2048,
+                           .available_bytes = MIB(3) / 2};
     (void)rebatch_event_format(line, sizeof line, &event);
     cr_expect_str_eq(line,
                      "step 0: out of memory in forward_backward, before accumulating: samples "
                      "0-7 need at least 1.50 MiB, there is 2.00 KiB less; micro-batch 8 -> 4");
-    event.available_bytes = MIB;
+    event.available_bytes = MIB(1);
     (void)rebatch_event_format(line, sizeof line, &event);
-    cr_expect_not_null(strstr(line, " 1.50 MiB, there is 1.00 MiB;"), "%s", line);
+    HAS(line, " 1.50 MiB, there is 1.00 MiB;");
 }
 
 /* What is needed is known up to the request that failed. */
@@ -277,14 +260,14 @@ Test(step_log, a_need_that_would_fit_now_is_what_was_needed_so_far)
     rebatch_event event = {.kind = REBATCH_EVENT_RETRY,
                            .phase = REBATCH_PHASE_FORWARD,
                            .count = 1,
-                           .needed_bytes = 2 * MIB,
-                           .available_bytes = 2 * MIB};
+                           .needed_bytes = MIB(2),
+                           .available_bytes = MIB(2)};
     (void)rebatch_event_format(line, sizeof line, &event);
     cr_expect_str_eq(line,
                      "step 0: out of memory in forward_backward, before accumulating: sample 0 "
                      "needed 2.00 MiB so far, there is 2.00 MiB now; tried once more");
     event.phase = REBATCH_PHASE_OPTIMIZER;
-    event.available_bytes = 3 * MIB;
+    event.available_bytes = MIB(3);
     event.count = 0;
     (void)rebatch_event_format(line, sizeof line, &event);
     cr_expect_str_eq(line, "step 0: out of memory in optimizer_step, before updating: needed "

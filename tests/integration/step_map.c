@@ -1,13 +1,7 @@
 /* Owns the tests of rebatch_map(): what runs, what is undone, and that training does not notice.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
+#include "rig.h"
 
-#include <criterion/criterion.h>
-
-#include "rebatch/rebatch.h"
-
-#define KIB(n) ((size_t)(n) << 10)
-#define MIB(n) ((size_t)(n) << 20)
 #define SAMPLES 256
 
 /* An evaluation: each sample needs memory, and has a result. */
@@ -58,30 +52,25 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
 
 static rebatch_map_ops evaluation_ops(void)
 {
-    rebatch_map_ops ops = REBATCH_MAP_OPS_INIT;
-    ops.run = evaluate;
+    const rebatch_map_ops ops = {.struct_size = sizeof ops, .run = evaluate};
     return ops;
 }
 
-static void open_all(struct evaluation *e, size_t limit_bytes, size_t sample_bytes)
+static void evaluation_open(struct evaluation *e, size_t limit_bytes, size_t sample_bytes)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     *e = (struct evaluation){.sample_bytes = sample_bytes, .fail_from = SAMPLES};
-    options.pool.limit_bytes = limit_bytes;
-    options.log_level = REBATCH_LOG_QUIET;
-    options.grow_after = 4;
-    cr_assert_eq(rebatch_device_open_host(&e->device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&e->rb, e->device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(e->rb, &e->sum, sizeof e->sum, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(e->rb, &e->kept, sizeof e->kept, REBATCH_GUARD_HOST), REBATCH_OK);
+    OK(rebatch_device_open_host(&e->device, MIB(64), NULL));
+    OK(rebatch_open(&e->rb, e->device,
+                    &OPTIONS(.pool.limit_bytes = limit_bytes, .log_level = REBATCH_LOG_QUIET,
+                             .grow_after = 4)));
+    OK(rebatch_guard(e->rb, &e->sum, sizeof e->sum, REBATCH_GUARD_HOST));
+    OK(rebatch_guard(e->rb, &e->kept, sizeof e->kept, REBATCH_GUARD_HOST));
 }
 
-static void close_all(struct evaluation *e)
+static void evaluation_close(struct evaluation *e)
 {
-    rebatch_memory_info info;
     rebatch_close(e->rb);
-    cr_assert_eq(rebatch_device_memory(e->device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
+    cr_assert_eq(used_bytes_of(e->device), 0);
     rebatch_device_close(e->device);
 }
 
@@ -93,20 +82,12 @@ static double sum_of(size_t count)
     return sum;
 }
 
-static uint64_t live_bytes(const struct evaluation *e)
-{
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(e->rb)), REBATCH_OK);
-    return stats.live_bytes;
-}
-
 Test(step_map, every_sample_counts_once_whatever_the_cut)
 {
-    struct evaluation e;
     rebatch_step_report report;
     const rebatch_map_ops ops = evaluation_ops();
-    open_all(&e, MIB(4), KIB(100)); /* 39 samples at once */
-    cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK, "%s", rebatch_last_error());
+    OPEN(evaluation, e, MIB(4), KIB(100)); /* 39 samples at once */
+    OK(rebatch_map(e.rb, &ops, 200, &e, &report));
     for (size_t s = 0; s < 200; s++)
         cr_assert_eq(e.result[s], 1, "sample %zu has %u results", s, e.result[s]);
     cr_assert_eq(e.sum, sum_of(200));
@@ -115,47 +96,44 @@ Test(step_map, every_sample_counts_once_whatever_the_cut)
     cr_assert_eq(report.microbatches + report.ooms_in[REBATCH_PHASE_MAP], report.attempts);
     cr_assert_leq(e.largest, 39);
     cr_assert_geq(e.largest, 19);
-    cr_assert_eq(live_bytes(&e), KIB(64), "what the attempts have allocated was not taken back");
-    close_all(&e);
+    cr_assert_eq(live_bytes_of(e.rb), KIB(64),
+                 "what the attempts have allocated was not taken back");
 }
 
 Test(step_map, the_size_is_kept_and_grows_again)
 {
-    struct evaluation e;
     rebatch_step_report report;
     const rebatch_map_ops ops = evaluation_ops();
-    open_all(&e, MIB(4), KIB(100));
-    cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK);
-    cr_assert_eq(rebatch_map(e.rb, &ops, 30, &e, &report), REBATCH_OK);
+    OPEN(evaluation, e, MIB(4), KIB(100));
+    OK(rebatch_map(e.rb, &ops, 200, &e, &report));
+    OK(rebatch_map(e.rb, &ops, 30, &e, &report));
     cr_assert_eq(report.ooms, 0, "what it had learned is forgotten");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(32)), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(32)));
     for (int i = 0; i < 8; i++)
-        cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK);
+        OK(rebatch_map(e.rb, &ops, 200, &e, &report));
     cr_assert_eq(e.largest, 200, "it went up to %zu only", e.largest);
-    close_all(&e);
 }
 
 Test(step_map, it_grows_after_grow_after_calls_without_an_oom)
 {
-    struct evaluation e;
+    AUTO_CLOSE(evaluation, e);
     const rebatch_map_ops ops = evaluation_ops();
-    open_all(&e, MIB(16), KIB(100)); /* grow_after is 4 */
+    evaluation_open(&e, MIB(16), KIB(100)); /* grow_after is 4 */
     e.ooms = 1;
-    cr_assert_eq(rebatch_map(e.rb, &ops, 64, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &ops, 64, &e, NULL));
     cr_assert_eq(e.calls, 3);
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(32)), REBATCH_OK);
-    cr_assert_eq(rebatch_map(e.rb, &ops, 96, &e, NULL), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(32)));
+    OK(rebatch_map(e.rb, &ops, 96, &e, NULL));
     cr_assert_eq(e.calls, 6);
     cr_assert_eq(e.largest, 32);
-    cr_assert_eq(rebatch_map(e.rb, &ops, 96, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &ops, 96, &e, NULL));
     cr_assert_eq(e.largest, 64);
-    close_all(&e);
 }
 
 static size_t size_of_first_call(struct evaluation *e, const rebatch_map_ops *ops)
 {
     e->largest = 0;
-    cr_assert_eq(rebatch_map(e->rb, ops, 30, e, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_map(e->rb, ops, 30, e, NULL));
     return e->largest;
 }
 
@@ -163,9 +141,9 @@ static size_t size_of_first_call(struct evaluation *e, const rebatch_map_ops *op
 Test(step_map, each_key_has_a_size_of_its_own)
 {
     static const char large, small;
-    struct evaluation e;
+    AUTO_CLOSE(evaluation, e);
     rebatch_map_ops ops = evaluation_ops();
-    open_all(&e, MIB(4), KIB(400)); /* 9 samples at once */
+    evaluation_open(&e, MIB(4), KIB(400)); /* 9 samples at once */
     ops.key = &large;
     const size_t held = size_of_first_call(&e, &ops);
     cr_assert_leq(held, 9);
@@ -176,59 +154,44 @@ Test(step_map, each_key_has_a_size_of_its_own)
     cr_assert_eq(size_of_first_call(&e, &ops), 30);
     ops.key = &large;
     cr_assert_eq(size_of_first_call(&e, &ops), held, "the size of this key is forgotten");
-    close_all(&e);
 }
 
 Test(step_map, a_failure_undoes_what_the_calls_allocated_and_restores_guarded_state)
 {
-    struct evaluation e;
     const rebatch_map_ops ops = evaluation_ops();
-    open_all(&e, MIB(4), KIB(100));
+    OPEN(evaluation, e, MIB(4), KIB(100));
     e.fail_from = 150;
-    cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, NULL), REBATCH_E_USER + 7);
-    cr_assert_not_null(strstr(rebatch_last_error(), "map of samples"), "%s", rebatch_last_error());
+    FAILS(rebatch_map(e.rb, &ops, 200, &e, NULL), REBATCH_E_USER + 7, "map of samples");
     cr_assert_eq(e.sum, 0);
     cr_assert_null(e.kept);
-    cr_assert_eq(live_bytes(&e), 0);
-    close_all(&e);
+    cr_assert_eq(live_bytes_of(e.rb), 0);
 }
 
 Test(step_map, one_sample_that_does_not_fit_is_the_end)
 {
-    struct evaluation e;
     rebatch_step_report report;
     const rebatch_map_ops ops = evaluation_ops();
-    open_all(&e, MIB(4), MIB(5));
-    cr_assert_eq(rebatch_map(e.rb, &ops, 16, &e, &report), REBATCH_E_EXHAUSTED);
-    cr_assert_not_null(strstr(rebatch_last_error(), "out of memory in map of 1 sample"), "%s",
-                       rebatch_last_error());
+    OPEN(evaluation, e, MIB(4), MIB(5));
+    FAILS(rebatch_map(e.rb, &ops, 16, &e, &report), REBATCH_E_EXHAUSTED,
+          "out of memory in map of 1 sample");
     cr_assert_eq(report.status, REBATCH_E_EXHAUSTED);
     cr_assert_eq(report.micro, 0);
     cr_assert_eq(e.sum, 0);
-    close_all(&e);
 }
 
 Test(step_map, largest_and_the_limits_hold)
 {
-    struct evaluation e;
     rebatch_map_ops ops = evaluation_ops();
     ops.largest = 7;
-    open_all(&e, MIB(4), KIB(1));
-    cr_assert_eq(rebatch_map(e.rb, &ops, 100, &e, NULL), REBATCH_OK);
+    OPEN(evaluation, e, MIB(4), KIB(1));
+    OK(rebatch_map(e.rb, &ops, 100, &e, NULL));
     cr_assert_eq(e.largest, 7);
-    cr_assert_eq(rebatch_map(e.rb, &ops, 3, &e, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_map(e.rb, &ops, 0, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &ops, 3, &e, NULL));
+    OK(rebatch_map(e.rb, &ops, 0, &e, NULL));
     cr_assert_eq(e.result[0], 2);
-    close_all(&e);
 }
 
 /* ---- beside training ---- */
-
-static rebatch_status zero(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
 
 static rebatch_status resize(size_t samples, void *user)
 {
@@ -278,73 +241,59 @@ static rebatch_status update(void *user)
 
 static rebatch_step_ops training_ops(bool resizes)
 {
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero;
-    ops.forward_backward = resizes ? use_buffer : train_alone;
-    ops.optimizer_step = update;
-    ops.resize = resizes ? resize : NULL;
-    ops.flags = REBATCH_DECLARES_MUTATION;
-    return ops;
+    return (rebatch_step_ops)OPS(nothing_to_do, resizes ? use_buffer : train_alone, update,
+                                 .resize = resizes ? resize : NULL,
+                                 .flags = REBATCH_DECLARES_MUTATION);
 }
 
 Test(step_map, training_does_not_notice)
 {
-    struct evaluation e;
     rebatch_step_report before, after;
     const rebatch_map_ops map = evaluation_ops();
     const rebatch_step_ops step = training_ops(false);
-    open_all(&e, MIB(4), KIB(100)); /* training fits 20 samples, evaluation 39 */
-    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, &before), REBATCH_OK);
+    OPEN(evaluation, e, MIB(4), KIB(100)); /* training fits 20 samples, evaluation 39 */
+    OK(rebatch_step(e.rb, &step, 64, &e, &before));
     const size_t size = rebatch_get_micro(e.rb, 64);
     cr_assert_eq(size, 16);
-    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &map, 200, &e, NULL));
     cr_assert_gt(e.largest, size, "evaluation has the size of training");
     cr_assert_eq(rebatch_get_micro(e.rb, 64), size);
-    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, &after), REBATCH_OK);
+    OK(rebatch_step(e.rb, &step, 64, &e, &after));
     cr_assert_eq(after.step, 1, "evaluation counts as a step");
     cr_assert_eq(after.ooms, 0);
     cr_assert_eq(after.micro_before, size);
-    close_all(&e);
 }
 
 Test(step_map, with_the_steps_resize_it_uses_the_steps_buffers)
 {
-    struct evaluation e;
     const rebatch_step_ops step = training_ops(true);
-    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    map.run = use_buffer;
-    map.resize = resize;
-    open_all(&e, MIB(4), KIB(100));
-    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, NULL), REBATCH_OK);
+    const rebatch_map_ops map = {.struct_size = sizeof map, .run = use_buffer, .resize = resize};
+    OPEN(evaluation, e, MIB(4), KIB(100));
+    OK(rebatch_step(e.rb, &step, 64, &e, NULL));
     const size_t resizes = e.resizes;
     cr_assert_eq(e.room, 32);
     e.largest = 0;
     memset(e.result, 0, sizeof e.result);
-    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &map, 200, &e, NULL));
     cr_assert_eq(e.resizes, resizes);
     cr_assert_eq(e.largest, 32);
     for (size_t s = 0; s < 200; s++)
         cr_assert_eq(e.result[s], 1);
-    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, NULL), REBATCH_OK);
+    OK(rebatch_step(e.rb, &step, 64, &e, NULL));
     cr_assert_eq(e.resizes, resizes, "the step's buffers were made again");
-    close_all(&e);
 }
 
 Test(step_map, before_the_first_step_it_makes_the_buffers)
 {
-    struct evaluation e;
     const rebatch_step_ops step = training_ops(true);
-    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    map.run = use_buffer;
-    map.resize = resize;
-    map.largest = 64;
-    open_all(&e, MIB(4), KIB(100));
-    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    const rebatch_map_ops map = {
+        .struct_size = sizeof map, .run = use_buffer, .resize = resize, .largest = 64};
+    OPEN(evaluation, e, MIB(4), KIB(100));
+    OK(rebatch_map(e.rb, &map, 200, &e, NULL));
     cr_assert_eq(e.room, 32);
     const size_t resizes = e.resizes;
-    cr_assert_eq(rebatch_step(e.rb, &step, 32, &e, NULL), REBATCH_OK);
+    OK(rebatch_step(e.rb, &step, 32, &e, NULL));
     cr_assert_eq(e.resizes, resizes);
-    close_all(&e);
 }
 
 static rebatch_status resize_otherwise(size_t samples, void *user)
@@ -354,83 +303,70 @@ static rebatch_status resize_otherwise(size_t samples, void *user)
 
 Test(step_map, with_another_resize_the_steps_buffers_give_way)
 {
-    struct evaluation e;
     const rebatch_step_ops step = training_ops(true);
-    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    map.run = use_buffer;
-    map.resize = resize_otherwise;
-    open_all(&e, MIB(4), KIB(100));
-    cr_assert_eq(rebatch_step(e.rb, &step, 32, &e, NULL), REBATCH_OK);
+    const rebatch_map_ops map = {
+        .struct_size = sizeof map, .run = use_buffer, .resize = resize_otherwise};
+    OPEN(evaluation, e, MIB(4), KIB(100));
+    OK(rebatch_step(e.rb, &step, 32, &e, NULL));
     const size_t resizes = e.resizes;
-    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &map, 200, &e, NULL));
     cr_assert_gt(e.resizes, resizes);
-    cr_assert_leq(live_bytes(&e), MIB(4));
+    cr_assert_leq(live_bytes_of(e.rb), MIB(4));
     const size_t again = e.resizes;
-    cr_assert_eq(rebatch_step(e.rb, &step, 32, &e, NULL), REBATCH_OK);
+    OK(rebatch_step(e.rb, &step, 32, &e, NULL));
     cr_assert_gt(e.resizes, again);
-    close_all(&e);
 }
 
 /* A step without a resize of its own does not make a map's buffers the step's. */
 Test(step_map, buffers_of_its_own_grow_with_its_samples)
 {
-    struct evaluation e;
     const rebatch_step_ops step = training_ops(false);
-    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    map.run = use_buffer;
-    map.resize = resize;
-    open_all(&e, MIB(4), KIB(1));
-    cr_assert_eq(rebatch_map(e.rb, &map, 1, &e, NULL), REBATCH_OK);
+    const rebatch_map_ops map = {.struct_size = sizeof map, .run = use_buffer, .resize = resize};
+    OPEN(evaluation, e, MIB(4), KIB(1));
+    OK(rebatch_map(e.rb, &map, 1, &e, NULL));
     for (int i = 0; i < 3; i++) {
-        cr_assert_eq(rebatch_step(e.rb, &step, 8, &e, NULL), REBATCH_OK);
+        OK(rebatch_step(e.rb, &step, 8, &e, NULL));
         e.largest = 0;
-        cr_assert_eq(rebatch_map(e.rb, &map, 64, &e, NULL), REBATCH_OK);
+        OK(rebatch_map(e.rb, &map, 64, &e, NULL));
         cr_expect_eq(e.largest, 64);
     }
-    close_all(&e);
 }
 
 /* A step of a small batch leaves small buffers; the limits on the size hold for a map. */
 Test(step_map, the_steps_buffers_do_not_make_it_smaller_than_the_limits)
 {
-    struct evaluation e;
+    AUTO_CLOSE(evaluation, e);
     const rebatch_step_ops step = training_ops(true);
     rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_step_report report;
     map.run = use_buffer;
     map.resize = resize;
     e = (struct evaluation){.sample_bytes = KIB(1), .fail_from = SAMPLES};
-    options.micro_smallest = 4;
-    cr_assert_eq(rebatch_device_open_host(&e.device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&e.rb, e.device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_step(e.rb, &step, 2, &e, NULL), REBATCH_OK);
+    open_on_host(&e.device, &e.rb, MIB(64), &OPTIONS(.micro_smallest = 4));
+    OK(rebatch_step(e.rb, &step, 2, &e, NULL));
     cr_assert_eq(e.room, 2);
-    cr_assert_eq(rebatch_map(e.rb, &map, 2, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &map, 2, &e, NULL));
     cr_expect_eq(e.room, 2, "a rest is as it is");
-    cr_assert_eq(rebatch_map(e.rb, &map, 64, &e, &report), REBATCH_OK);
+    OK(rebatch_map(e.rb, &map, 64, &e, &report));
     cr_expect_eq(report.microbatches, 1);
-    close_all(&e);
 }
 
 /* The first step begins with what an evaluation before it has found. */
 Test(step_map, a_step_does_not_search_again_for_the_size_of_the_same_buffers)
 {
-    struct evaluation e;
     const rebatch_step_ops step = training_ops(true);
     rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
     rebatch_step_report report;
     map.run = use_buffer;
     map.resize = resize;
-    open_all(&e, MIB(4), KIB(100));
-    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, &report), REBATCH_OK);
+    OPEN(evaluation, e, MIB(4), KIB(100));
+    OK(rebatch_map(e.rb, &map, 200, &e, &report));
     cr_assert_gt(report.ooms, 0);
     const size_t found = report.micro_after, resizes = e.resizes;
-    cr_assert_eq(rebatch_step(e.rb, &step, 200, &e, &report), REBATCH_OK);
+    OK(rebatch_step(e.rb, &step, 200, &e, &report));
     cr_expect_eq(report.ooms, 0);
     cr_expect_eq(report.micro_before, found);
     cr_expect_eq(e.resizes, resizes);
-    close_all(&e);
 }
 
 static rebatch_status evaluate_within(const rebatch_microbatch *mb, void *user)
@@ -443,19 +379,16 @@ static rebatch_status evaluate_within(const rebatch_microbatch *mb, void *user)
 
 Test(step_map, what_it_refuses)
 {
-    struct evaluation e;
     rebatch_map_ops ops = REBATCH_MAP_OPS_INIT;
-    open_all(&e, MIB(4), KIB(1));
+    OPEN(evaluation, e, MIB(4), KIB(1));
     cr_assert_eq(rebatch_map(NULL, &ops, 4, &e, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_map(e.rb, NULL, 4, &e, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_E_INVALID);
-    cr_assert_not_null(strstr(rebatch_last_error(), "ops.run is NULL"));
+    FAILS(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_E_INVALID, "ops.run is NULL");
     ops.run = evaluate_within;
-    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_OK);
+    OK(rebatch_map(e.rb, &ops, 4, &e, NULL));
     ops.struct_size = 3;
     rebatch_step_report report;
-    cr_assert_eq(rebatch_set_lighten(e.rb, 2), REBATCH_OK);
+    OK(rebatch_set_lighten(e.rb, 2));
     cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, &report), REBATCH_E_INVALID);
     cr_expect_eq(report.lighten_level, 2, "the report tells the level that is in effect");
-    close_all(&e);
 }

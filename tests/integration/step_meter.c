@@ -1,12 +1,6 @@
 /* Owns the tests of sessions that go by the figures of another allocator (rebatch_meter).
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
-#include "rebatch/rebatch.h"
-
-#define MIB(n) ((uint64_t)(n) << 20)
+#include "rig.h"
 
 /* A program with an allocator of its own, of which rebatch sees the figures alone. */
 struct program {
@@ -25,7 +19,7 @@ struct program {
     uint64_t hole;        /* the largest request that is served, but after release(); 0: any */
     bool is_whole;        /* release() was called, and no micro-batch has run since */
     bool is_blind;        /* read() measures nothing */
-    bool tells_request;   /* read() says what failed */
+    bool hides_request;   /* read() does not say what failed */
     size_t retries_above; /* larger micro-batches are served after memory is returned; 0: none is */
     uint64_t retries;
     bool overstates; /* what is reserved is an eighth more than is needed */
@@ -54,12 +48,6 @@ static rebatch_status reserve(struct program *p, size_t samples)
         bytes = bytes + bytes / 8 < p->capacity ? bytes + bytes / 8 : p->capacity;
     p->reserved = bytes > p->reserved ? bytes : p->reserved;
     p->reserved_peak = p->reserved > p->reserved_peak ? p->reserved : p->reserved_peak;
-    return REBATCH_OK;
-}
-
-static rebatch_status zero_grad(void *user)
-{
-    (void)user;
     return REBATCH_OK;
 }
 
@@ -117,7 +105,7 @@ static rebatch_status read_figures(rebatch_meter_reading *out, void *user)
     *out = (rebatch_meter_reading){.live_bytes = p->live,
                                    .peak_bytes = p->is_blind ? 0 : p->peak,
                                    .reserved_bytes = p->live + p->cached,
-                                   .asked_bytes = p->tells_request ? p->asked : 0,
+                                   .asked_bytes = p->hides_request ? 0 : p->asked,
                                    .reserved_peak_bytes = p->reserved_peak,
                                    .retries = p->retries};
     return REBATCH_OK;
@@ -141,37 +129,30 @@ static uint64_t release(void *user)
     return cached;
 }
 
-static const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                     .zero_grad = zero_grad,
-                                     .forward_backward = forward_backward,
-                                     .optimizer_step = optimizer_step,
-                                     .flags = REBATCH_DECLARES_MUTATION};
+static const rebatch_step_ops ops =
+    OPS(nothing_to_do, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
 
 static rebatch_meter meter_of(struct program *p)
 {
     return (rebatch_meter){sizeof(rebatch_meter), begin, read_figures, available, release, p};
 }
 
-static void open_program(struct program *p, uint64_t capacity, bool learns)
+static void program_open(struct program *p, const struct program *looks, bool learns)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    *p = (struct program){
-        .capacity = capacity, .base_bytes = MIB(2), .sample_bytes = MIB(1), .tells_request = true};
+    *p = *looks;
+    p->base_bytes = MIB(2);
+    p->sample_bytes = MIB(1);
     const rebatch_meter meter = meter_of(p);
-    options.reclaim = REBATCH_OFF;
-    options.meter = &meter;
-    options.log_level = REBATCH_LOG_QUIET;
-    options.learn = learns ? REBATCH_ON : REBATCH_OFF;
-    options.grow_after = 4;
-    cr_assert_eq(rebatch_device_open_dry(&p->device, REBATCH_UNLIMITED, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&p->rb, p->device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_device_open_dry(&p->device, REBATCH_UNLIMITED, 0));
+    OK(rebatch_open(&p->rb, p->device,
+                    &OPTIONS(.reclaim = REBATCH_OFF, .meter = &meter,
+                             .log_level = REBATCH_LOG_QUIET,
+                             .learn = learns ? REBATCH_ON : REBATCH_OFF, .grow_after = 4)));
 }
+/* With other things set. */
+#define PROGRAM(...) (&(const struct program){__VA_ARGS__})
 
-static void close_program(struct program *p)
-{
-    rebatch_close(p->rb);
-    rebatch_device_close(p->device);
-}
+CLOSE_BOTH(program)
 
 static rebatch_step_report step(struct program *p, size_t batch)
 {
@@ -183,48 +164,36 @@ static rebatch_step_report step(struct program *p, size_t batch)
 
 Test(step_meter, reports_have_its_figures)
 {
-    struct program p;
-    open_program(&p, MIB(100), false);
-    p.live = MIB(10);
-    p.cached = MIB(5);
+    OPEN(program, p, PROGRAM(.capacity = MIB(100), .live = MIB(10), .cached = MIB(5)), false);
     const rebatch_step_report report = step(&p, 8);
     cr_expect_eq(report.peak_bytes, MIB(20));
     cr_expect_eq(report.reserved_bytes, MIB(15));
     cr_expect_eq(p.sizes[REBATCH_PHASE_FORWARD], 8);
     cr_expect_eq(p.sizes[REBATCH_PHASE_OPTIMIZER], 0);
-    close_program(&p);
 }
 
 Test(step_meter, an_oom_is_followed_by_a_smaller_size)
 {
-    struct program p;
-    open_program(&p, MIB(12), false);
-    p.cached = MIB(3);
+    OPEN(program, p, PROGRAM(.capacity = MIB(12), .cached = MIB(3)), false);
     const rebatch_step_report report = step(&p, 16);
     cr_expect_eq(report.ooms, 1);
     cr_expect_eq(report.micro, 8);
     cr_expect_eq(p.releases, 1);
     cr_expect_eq(p.updates, 1);
-    close_program(&p);
 }
 
 /* A request that would fit now is tried once more: memory was in pieces, or somebody else's. */
 Test(step_meter, what_fits_after_all_runs_again_at_its_size)
 {
-    struct program p;
-    open_program(&p, MIB(12), false);
-    p.cached = MIB(1);
-    p.tells_request = false;
+    OPEN(program, p, PROGRAM(.capacity = MIB(12), .cached = MIB(1), .hides_request = true), false);
     const rebatch_step_report report = step(&p, 16);
     cr_expect_eq(report.ooms, 2, "%u", report.ooms); /* once more, and then smaller */
     cr_expect_eq(report.micro, 8);
-    close_program(&p);
 }
 
 Test(step_meter, admission_refuses_what_is_known_not_to_fit)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40)), false);
     (void)step(&p, 16);
     p.live = MIB(30);
     const size_t calls = p.calls;
@@ -233,35 +202,6 @@ Test(step_meter, admission_refuses_what_is_known_not_to_fit)
     cr_expect_geq(report.ooms, 1);
     cr_expect_eq(p.calls - calls, report.microbatches);
     cr_expect_eq(report.micro, 8);
-    close_program(&p);
-}
-
-Test(step_meter, learning_finds_the_largest_size_without_an_oom)
-{
-    struct program p;
-    open_program(&p, MIB(21), true);
-    rebatch_step_report report = {0};
-    for (int i = 0; i < 6; i++) {
-        report = step(&p, 64);
-        cr_expect_eq(report.ooms, 0);
-    }
-    cr_expect_eq(report.micro, 19, "%zu", report.micro);
-    close_program(&p);
-}
-
-Test(step_meter, a_learned_size_that_fails_is_followed_by_the_one_that_ran)
-{
-    struct program p;
-    open_program(&p, MIB(13), true);
-    p.smooth = 8;
-    p.cliff_bytes = MIB(4);
-    rebatch_step_report report = {0};
-    for (int i = 0; i < 3; i++) {
-        report = step(&p, 64);
-        cr_expect_eq(report.ooms, i == 0, "step %d: %u", i, report.ooms);
-        cr_expect_eq(report.micro, 8, "step %d: %zu", i, report.micro);
-    }
-    close_program(&p);
 }
 
 /* How many OOMs there were in so many steps, and the size at their end. */
@@ -276,113 +216,75 @@ static size_t learn_for(struct program *p, size_t steps, size_t *micro)
     return ooms;
 }
 
-Test(step_meter, learning_goes_by_what_is_reserved)
+Test(step_meter, learning_finds_a_size_that_holds_with_few_ooms)
 {
-    struct program p;
-    size_t micro;
-    open_program(&p, MIB(64), true);
-    p.piece_bytes = MIB(1);
-    const size_t ooms = learn_for(&p, 16, &micro);
-    cr_expect_leq(ooms, 1, "%zu", ooms);
-    cr_expect_eq(micro, 31, "%zu", micro);
-    cr_expect_eq(p.dirty, 0, "%zu sizes were measured with a cache", p.dirty);
-    const size_t releases = p.releases;
-    cr_expect_eq(learn_for(&p, 4, &micro), 0);
-    cr_expect_eq(p.releases, releases, "the cache is emptied when learning is over");
-    close_program(&p);
-}
-
-/* Each stride is made after a whole step, so that an OOM leads back to a size that holds. */
-Test(step_meter, learning_goes_beyond_what_is_reserved_until_one_oom)
-{
-    struct program p;
-    size_t micro;
-    open_program(&p, MIB(64), true);
-    p.piece_bytes = MIB(1);
-    p.overstates = true;
-    const size_t ooms = learn_for(&p, 30, &micro);
-    cr_expect_eq(ooms, 1, "%zu", ooms);
-    cr_expect_geq(micro, 30, "%zu", micro);
-    cr_expect_leq(micro, 31, "%zu", micro);
-    close_program(&p);
-}
-
-Test(step_meter, learning_ends_where_the_allocator_returns_memory)
-{
-    struct program p;
-    size_t micro;
-    open_program(&p, MIB(64), true);
-    p.piece_bytes = MIB(1);
-    p.overstates = true;
-    p.retries_above = 28;
-    cr_expect_eq(learn_for(&p, 16, &micro), 0);
-    cr_expect_eq(micro, 29, "%zu", micro);
-    close_program(&p);
-}
-
-Test(step_meter, a_size_that_failed_is_not_grown_to_again)
-{
-    struct program p;
-    size_t micro;
-    open_program(&p, MIB(64), true);
-    p.piece_bytes = MIB(1);
-    p.smooth = 24;
-    p.cliff_bytes = MIB(40);
-    const size_t ooms = learn_for(&p, 12, &micro);
-    cr_expect_eq(learn_for(&p, 24, &micro), 0, "after %zu", ooms);
-    close_program(&p);
-}
-
-Test(step_meter, without_figures_learning_ends_with_the_batch)
-{
-    struct program p;
-    size_t micro;
-    open_program(&p, MIB(100), true);
-    p.is_blind = true;
-    cr_expect_eq(learn_for(&p, 2, &micro), 0);
-    cr_expect_eq(micro, 64, "%zu", micro);
-    close_program(&p);
-}
-
-Test(step_meter, a_size_that_fails_far_from_the_last_is_halved_once_more)
-{
-    struct program p;
-    size_t micro;
-    open_program(&p, MIB(64), true);
-    p.piece_bytes = MIB(1);
-    p.smooth = 20;
-    p.cliff_bytes = MIB(40);
-    const size_t ooms = learn_for(&p, 5, &micro);
-    cr_expect_leq(ooms, 2, "%zu", ooms);
-    cr_expect_geq(micro, 16, "%zu", micro);
-    cr_expect_leq(micro, 20, "%zu", micro);
-    close_program(&p);
+    static const struct {
+        const char *what;
+        struct program looks;
+        struct {
+            size_t steps, least_ooms, most_ooms, least, most;
+            size_t later; /* steps without an OOM after these */
+            size_t dirty; /* sizes that are measured with something cached */
+        } is;
+    } rows[] = {
+        {"the largest that fits", {.capacity = MIB(21)}, {6, 0, 0, 19, 19, 0, 0}},
+        {"a size that fails is followed by the one that ran",
+         {.capacity = MIB(13), .smooth = 8, .cliff_bytes = MIB(4)},
+         {1, 1, 1, 8, 8, 2, 0}},
+        {"by what is reserved",
+         {.capacity = MIB(64), .piece_bytes = MIB(1)},
+         {16, 0, 1, 31, 31, 4, 0}},
+        /* Each stride is made after a whole step, so that an OOM leads back to a size that holds. */
+        {"beyond what is reserved until one OOM",
+         {.capacity = MIB(64), .piece_bytes = MIB(1), .overstates = true},
+         {30, 1, 1, 30, 31, 0, 0}},
+        {"not beyond where the allocator returns memory",
+         {.capacity = MIB(64), .piece_bytes = MIB(1), .overstates = true, .retries_above = 28},
+         {16, 0, 0, 29, 29, 0, 0}},
+        {"a size that failed is not grown to again",
+         {.capacity = MIB(64), .piece_bytes = MIB(1), .smooth = 24, .cliff_bytes = MIB(40)},
+         {12, 0, 12, 1, 64, 24, 1}},
+        {"a size that fails far from the last is halved once more",
+         {.capacity = MIB(64), .piece_bytes = MIB(1), .smooth = 20, .cliff_bytes = MIB(40)},
+         {5, 0, 2, 16, 20, 0, 0}},
+        {"without figures it ends with the batch",
+         {.capacity = MIB(100), .is_blind = true},
+         {2, 0, 0, 64, 64, 0, 0}},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char *const what = rows[i].what;
+        size_t micro = 0;
+        OPEN(program, p, &rows[i].looks, true);
+        const size_t ooms = learn_for(&p, rows[i].is.steps, &micro);
+        cr_expect(rows[i].is.least_ooms <= ooms && ooms <= rows[i].is.most_ooms, "%s: %zu OOMs",
+                  what, ooms);
+        cr_expect_eq(p.dirty, rows[i].is.dirty, "%s: %zu measured with a cache", what, p.dirty);
+        const size_t releases = p.releases;
+        cr_expect_eq(learn_for(&p, rows[i].is.later, &micro), 0, "%s: an OOM later", what);
+        cr_expect(rows[i].is.least <= micro && micro <= rows[i].is.most, "%s: %zu", what, micro);
+        cr_expect_eq(p.releases, releases, "%s: the cache is emptied again and again", what);
+    }
 }
 
 Test(step_meter, the_micro_batch_grows_when_there_is_room)
 {
-    struct program p;
-    open_program(&p, MIB(12), false);
+    OPEN(program, p, PROGRAM(.capacity = MIB(12)), false);
     (void)step(&p, 32);
     p.capacity = MIB(100);
     rebatch_step_report report = {0};
     for (int i = 0; i < 20; i++)
         report = step(&p, 32);
     cr_expect_eq(report.micro, 32);
-    close_program(&p);
 }
 
 Test(step_meter, what_is_not_measured_is_not_learned)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
-    p.is_blind = true;
+    OPEN(program, p, PROGRAM(.capacity = MIB(40), .is_blind = true), false);
     (void)step(&p, 16);
     p.live = MIB(30);
     const rebatch_step_report report = step(&p, 16);
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 0);
     cr_expect_eq(report.micro, 8);
-    close_program(&p);
 }
 
 /* Measures all callbacks but the first of the step. */
@@ -395,20 +297,17 @@ static rebatch_status forward_then_measured(const rebatch_microbatch *mb, void *
 
 Test(step_meter, a_step_that_is_measured_in_part_has_no_peak)
 {
-    struct program p;
-    open_program(&p, MIB(16), false);
-    p.live = MIB(1);
+    OPEN(program, p, PROGRAM(.capacity = MIB(16), .live = MIB(1)), false);
     cr_expect_eq(step(&p, 8).peak_bytes, MIB(11));
     rebatch_step_ops in_part = ops;
     in_part.forward_backward = forward_then_measured;
     for (size_t batch = 8; batch <= 24; batch += 16) { /* one micro-batch, and several */
         rebatch_step_report report;
-        cr_assert_eq(rebatch_step(p.rb, &in_part, batch, &p, &report), REBATCH_OK);
+        OK(rebatch_step(p.rb, &in_part, batch, &p, &report));
         cr_expect_eq(report.peak_bytes, 0, "%zu samples", batch);
     }
     p.is_blind = false;
     cr_expect_gt(step(&p, 8).peak_bytes, MIB(3));
-    close_program(&p);
 }
 
 static rebatch_status reserve_too_much(void *user)
@@ -419,94 +318,74 @@ static rebatch_status reserve_too_much(void *user)
 
 Test(step_meter, reserve_goes_by_what_is_available)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40)), false);
     rebatch_step_ops greedy = ops;
     greedy.optimizer_step = reserve_too_much;
     cr_expect_eq(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_E_EXHAUSTED);
     p.capacity = MIB(60);
     cr_expect_eq(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_OK);
-    close_program(&p);
 }
 
 Test(step_meter, memory_that_grows_is_noticed)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40)), false);
     for (int i = 0; i < 6; i++) {
         (void)step(&p, 8);
         p.live += MIB(1);
     }
     p.capacity = p.live + MIB(1);
-    cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED);
-    cr_expect(strstr(rebatch_last_error(), "left more memory allocated"), "%s",
-              rebatch_last_error());
-    close_program(&p);
+    FAILS(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED, "left more memory allocated");
 }
 
 /* The limit is the other allocator's to name. */
 Test(step_meter, exhausted_says_what_was_in_use_before_the_step)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
-    p.live = MIB(30);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40), .live = MIB(30)), false);
     rebatch_step_ops greedy = ops;
     greedy.optimizer_step = reserve_too_much;
-    cr_expect_eq(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_E_EXHAUSTED);
-    cr_expect(strstr(rebatch_last_error(), " available; 30.0 MiB were in use before the step; "),
-              "%s", rebatch_last_error());
-    close_program(&p);
+    FAILS(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_E_EXHAUSTED,
+          " available; 30.0 MiB were in use before the step; ");
 }
 
 /* Memory in pieces: the figures say that the size fits, and each step finds that it does not. */
 Test(step_meter, a_size_that_needs_once_more_in_each_step_is_given_up)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
-    p.hole = MIB(10);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40), .hole = MIB(10)), false);
     rebatch_step_report report = {0};
     for (int i = 0; i < 4; i++)
         report = step(&p, 16);
     cr_expect_eq(report.micro, 8, "%zu", report.micro);
     cr_expect_eq(step(&p, 16).ooms, 0);
-    close_program(&p);
 }
 
 /* Two in a step are enough: the micro-batches that are left run at a size that holds. */
 Test(step_meter, a_size_that_needs_once_more_in_each_micro_batch_is_given_up_within_the_step)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
-    p.hole = MIB(10);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40), .hole = MIB(10)), false);
     (void)step(&p, 16);
     const rebatch_step_report report = step(&p, 128);
     /* Of 128 and 64; of 32 twice once more, and then given up; of 16, too. */
     cr_expect_eq(report.ooms, 2 + 3 + 1, "%u", report.ooms);
     cr_expect_eq(report.micro_after, 8, "%zu", report.micro_after);
     cr_expect_eq(step(&p, 16).ooms, 0);
-    close_program(&p);
 }
 
 /* First the one before it, which ran as well, and then a little less than that. */
 Test(step_meter, a_learned_size_that_fails_later_becomes_a_little_smaller)
 {
-    struct program p;
     size_t micro;
-    open_program(&p, MIB(21), true);
+    OPEN(program, p, PROGRAM(.capacity = MIB(21)), true);
     (void)learn_for(&p, 12, &micro);
     cr_expect_eq(micro, 19, "%zu", micro);
     p.hole = MIB(15);
     (void)learn_for(&p, 3, &micro);
     cr_expect_eq(micro, 15, "%zu", micro);
-    close_program(&p);
 }
 
 /* Within it an OOM would tear the parameters. */
 Test(step_meter, an_update_whose_memory_is_gone_does_not_begin)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
-    p.update_bytes = MIB(20);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40), .update_bytes = MIB(20)), false);
     (void)step(&p, 8);
     p.capacity = MIB(15);
     cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED, "%s",
@@ -515,35 +394,26 @@ Test(step_meter, an_update_whose_memory_is_gone_does_not_begin)
     p.capacity = MIB(40);
     (void)step(&p, 8);
     cr_expect_eq(p.updates, 2);
-    close_program(&p);
 }
 
 Test(step_meter, a_probe_is_refused)
 {
-    struct program p;
-    open_program(&p, MIB(40), false);
-    cr_expect_eq(rebatch_probe(p.rb, &ops, 8, &p, NULL, NULL), REBATCH_E_UNSUPPORTED);
-    cr_expect(strstr(rebatch_last_error(), "has a meter"), "%s", rebatch_last_error());
-    close_program(&p);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40)), false);
+    FAILS(rebatch_probe(p.rb, &ops, 8, &p, NULL, NULL), REBATCH_E_UNSUPPORTED, "has a meter");
 }
 
 Test(step_meter, a_wrong_meter_is_refused)
 {
-    struct program p;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch *rb;
-    open_program(&p, MIB(40), false);
+    OPEN(program, p, PROGRAM(.capacity = MIB(40)), false);
     rebatch_meter meter = meter_of(&p);
     options.meter = &meter;
-    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "reclaim is on"), "%s", rebatch_last_error());
+    FAILS(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID, "reclaim is on");
     options.reclaim = REBATCH_OFF;
     meter.read = NULL;
-    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "meter->read is NULL"), "%s", rebatch_last_error());
+    FAILS(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID, "meter->read is NULL");
     meter = (rebatch_meter)REBATCH_METER_INIT;
     meter.struct_size = 8;
-    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "struct_size is 8"), "%s", rebatch_last_error());
-    close_program(&p);
+    FAILS(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID, "struct_size is 8");
 }

@@ -1,9 +1,6 @@
 /* Owns the tests of updates that run out of memory after they have begun to change parameters: host
  * memory serves them, so that none is torn. Must not know more of the library than its public
  * headers say. Seeds: none. */
-#include <criterion/criterion.h>
-#include <string.h>
-
 #include "step_common.h"
 
 #define PAGE ((size_t)4096)
@@ -61,10 +58,8 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 /* The device has not one byte more from here on. */
 static void fill_device(const struct trainer *t)
 {
-    rebatch_memory_info info;
     (void)rebatch_pool_trim(rebatch_get_pool(t->rb), 0, NULL);
-    cr_assert_eq(rebatch_device_memory(t->device, &info), REBATCH_OK);
-    cr_assert_eq(rebatch_device_set_capacity(t->device, info.used_bytes), REBATCH_OK);
+    OK(rebatch_device_set_capacity(t->device, used_bytes_of(t->device)));
 }
 
 static rebatch_status make(struct trainer *t, float **out, float value)
@@ -112,24 +107,24 @@ static void note_event(const rebatch_event *event, void *user)
     if (event->kind != REBATCH_EVENT_OVERFLOW)
         return;
     (void)rebatch_event_format(text, sizeof text, event);
-    cr_assert(strstr(text, "the update took host memory"), "%s", text);
+    HAS(text, "the update took host memory");
     t->events++;
 }
 
-static void open_trainer(struct trainer *t, size_t pages, size_t beside,
+static void trainer_open(struct trainer *t, size_t pages, size_t beside,
                          const rebatch_options *given)
 {
-    rebatch_options options = *given;
+    rebatch_options options = given ? *given : (rebatch_options)REBATCH_OPTIONS_INIT;
     rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
     host.page_bytes = PAGE;
     host.overflow_bytes = beside * PAGE;
     options.on_event = note_event;
     options.on_event_user = t;
-    cr_assert_eq(rebatch_device_open_host(&t->device, pages * PAGE, &host), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    OK(rebatch_device_open_host(&t->device, pages * PAGE, &host));
+    OK(rebatch_open(&t->rb, t->device, &options));
     for (size_t l = 0; l < LAYERS; l++) {
-        cr_assert_eq(allocate(t, &t->weights[l]), REBATCH_OK);
-        cr_assert_eq(allocate(t, &t->gradients[l]), REBATCH_OK);
+        OK(allocate(t, &t->weights[l]));
+        OK(allocate(t, &t->gradients[l]));
         for (size_t j = 0; j < FLOATS; j++)
             t->weights[l][j] = 1.0f / (float)(l + j + 1);
     }
@@ -137,41 +132,32 @@ static void open_trainer(struct trainer *t, size_t pages, size_t beside,
 
 static rebatch_status step(struct trainer *t, rebatch_step_report *report)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
-                                  .flags = t->declares ? REBATCH_DECLARES_MUTATION : 0};
+    const rebatch_step_ops ops = OPS(zero_grad, forward_backward, optimizer_step,
+                                     .flags = t->declares ? REBATCH_DECLARES_MUTATION : 0);
     const rebatch_status status = rebatch_step(t->rb, &ops, BATCH, t, report);
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(t->rb)), REBATCH_OK);
+    const rebatch_pool_stats stats = pool_stats_of(rebatch_get_pool(t->rb));
     t->taken += report->overflow_bytes;
     t->micro = report->micro;
     t->left_bytes = stats.overflow_bytes;
     return status;
 }
 
-static void close_trainer(struct trainer *t)
-{
-    rebatch_close(t->rb);
-    rebatch_device_close(t->device);
-}
+CLOSE_BOTH(trainer)
 
 /* Trains with an OOM at one allocation of the first update; afterwards there is memory again. */
 static void train(struct trainer *t, size_t pages, float weights[LAYERS][FLOATS])
 {
     rebatch_step_report report;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    open_trainer(t, pages, 200, &options);
+    trainer_open(t, pages, 200, NULL);
     for (int i = 0; i < STEPS; i++) {
         cr_assert_eq(step(t, &report), REBATCH_OK, "allocation %zu, step %d: %s", t->fails_at, i,
                      rebatch_last_error());
         cr_assert_not(report.torn);
-        cr_assert_eq(rebatch_device_set_capacity(t->device, pages * PAGE), REBATCH_OK);
+        OK(rebatch_device_set_capacity(t->device, pages * PAGE));
     }
     for (size_t l = 0; l < LAYERS; l++)
         memcpy(weights[l], t->weights[l], FLOATS * sizeof(float));
-    close_trainer(t);
+    trainer_close(t);
 }
 
 static void fail_each(bool declares)
@@ -226,29 +212,26 @@ Test(step_overflow, what_never_fits_ends_the_next_step_with_whole_parameters)
     const size_t kept = (size_t)4 * LAYERS * 3;
     rebatch_step_report report;
     rebatch_options options = REBATCH_OPTIONS_INIT;
-    struct trainer plain = {.declares = true, .sample_pages = 1};
-    struct trainer t = plain;
-    open_trainer(&plain, 400, 0, &options);
-    open_trainer(&t, kept - 10, 200, &options);
-    cr_assert_eq(step(&plain, &report), REBATCH_OK);
-    cr_assert_eq(step(&t, &report), REBATCH_OK, "%s", rebatch_last_error());
+    AUTO_CLOSE(trainer, plain) = {.declares = true, .sample_pages = 1};
+    AUTO_CLOSE(trainer, t) = plain;
+    trainer_open(&plain, 400, 0, &options);
+    trainer_open(&t, kept - 10, 200, &options);
+    OK(step(&plain, &report));
+    OK(step(&t, &report));
     cr_assert_geq(t.left_bytes, 10 * PAGE);
     cr_assert_eq(step(&t, &report), REBATCH_E_EXHAUSTED);
     cr_assert_not(report.torn);
     for (size_t l = 0; l < LAYERS; l++)
         cr_assert_eq(memcmp(t.weights[l], plain.weights[l], FLOATS * sizeof(float)), 0);
-    close_trainer(&plain);
-    close_trainer(&t);
 }
 
 static void assert_torn(size_t beside, const rebatch_options *options)
 {
-    struct trainer t = {.declares = true, .sample_pages = 8, .fails_at = 4};
+    AUTO_CLOSE(trainer, t) = {.declares = true, .sample_pages = 8, .fails_at = 4};
     rebatch_step_report report;
-    open_trainer(&t, 400, beside, options);
+    trainer_open(&t, 400, beside, options);
     cr_assert_eq(step(&t, &report), REBATCH_E_TORN);
     cr_assert(report.torn);
-    close_trainer(&t);
 }
 
 Test(step_overflow, without_host_memory_an_update_is_torn)
@@ -289,26 +272,14 @@ static rebatch_status reserving_step(void *user)
 /* Whatever could be made smaller instead: it cannot run again. */
 Test(step_overflow, a_reservation_of_an_update_that_does_not_declare_is_served)
 {
-    struct trainer t = {.sample_pages = 1};
+    AUTO_CLOSE(trainer, t) = {.sample_pages = 1};
     rebatch_step_report report;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    open_trainer(&t, 400, 200, &options);
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = reserving_step,
-                                  .lighten = no_lighter};
-    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    trainer_open(&t, 400, 200, NULL);
+    const rebatch_step_ops ops =
+        OPS(zero_grad, forward_backward, reserving_step, .lighten = no_lighter);
+    OK(rebatch_step(t.rb, &ops, BATCH, &t, &report));
     cr_assert_gt(report.overflow_bytes, 0);
     cr_assert_not(report.torn);
-    close_trainer(&t);
-}
-
-static rebatch_status do_nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
 }
 
 static rebatch_status no_samples(const rebatch_microbatch *mb, void *user)
@@ -322,17 +293,12 @@ static rebatch_status no_samples(const rebatch_microbatch *mb, void *user)
 static rebatch_status nesting_step(void *user)
 {
     struct trainer *t = user;
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = do_nothing,
-                                  .forward_backward = no_samples,
-                                  .optimizer_step = do_nothing};
-    rebatch_options options = REBATCH_OPTIONS_INIT;
+    const rebatch_step_ops ops = OPS(nothing_to_do, no_samples, nothing_to_do, .flags = 0);
     rebatch *inner;
     float *block;
     rebatch_mutating(t->rb);
-    options.existing_pool = rebatch_get_pool(t->rb);
-    cr_assert_eq(rebatch_open(&inner, t->device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_step(inner, &ops, 1, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_open(&inner, t->device, &OPTIONS(.existing_pool = rebatch_get_pool(t->rb))));
+    OK(rebatch_step(inner, &ops, 1, NULL, NULL));
     rebatch_close(inner);
     fill_device(t);
     const rebatch_status status = allocate(t, &block);
@@ -344,16 +310,11 @@ static rebatch_step_report report_of(rebatch_status (*update)(void *user))
 {
     struct trainer t = {.declares = true, .sample_pages = 1};
     rebatch_step_report report;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    open_trainer(&t, 400, 200, &options);
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = update,
-                                  .flags = REBATCH_DECLARES_MUTATION};
-    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
-    close_trainer(&t);
+    trainer_open(&t, 400, 200, NULL);
+    const rebatch_step_ops ops =
+        OPS(zero_grad, forward_backward, update, .flags = REBATCH_DECLARES_MUTATION);
+    OK(rebatch_step(t.rb, &ops, BATCH, &t, &report));
+    trainer_close(&t);
     return report;
 }
 
@@ -371,7 +332,7 @@ static rebatch_status careful_step(void *user)
         fill_device(t);
     const rebatch_status status = allocate(t, &block);
     if (status) {
-        cr_assert_eq(rebatch_device_set_capacity(t->device, 400 * PAGE), REBATCH_OK);
+        OK(rebatch_device_set_capacity(t->device, 400 * PAGE));
         return status;
     }
     rebatch_mutating(t->rb);

@@ -1,7 +1,5 @@
 /* Owns the exactly-once tests: random OOMs in every callback, in every manner, over many steps.
  * Must not know more of the library than its public headers say. */
-#include <criterion/criterion.h>
-
 #include "step_common.h"
 
 #define STEPS_OF_A_TEST 6000
@@ -12,11 +10,6 @@ struct seen {
     unsigned ooms_in[REBATCH_PHASE_COUNT];
     unsigned grown, lightened;
 };
-
-static size_t below(uint64_t *random, size_t n)
-{
-    return (size_t)(script_random(random) % n);
-}
 
 static bool one_in(uint64_t *random, size_t n)
 {
@@ -120,8 +113,7 @@ static void run_session(uint64_t *random, unsigned steps, struct seen *seen)
 {
     const bool short_of_memory = one_in(random, 2);
     const rebatch_options options = random_options(random);
-    struct rig rig;
-    rig_open(&rig, MIB(40), &options);
+    OPEN(rig, rig, MIB(40), &options);
     random_script(&rig, random);
     while (steps--) {
         if (one_in(random, short_of_memory ? 2 : 20))
@@ -139,7 +131,6 @@ static void run_session(uint64_t *random, unsigned steps, struct seen *seen)
             script_restore(&rig.script);
         count(seen, &rig, status);
     }
-    rig_close(&rig);
 }
 
 /* Sessions of 40 steps each. rig_step() holds every step against the contract's table. */
@@ -186,18 +177,13 @@ Test(step_random, every_start_size_and_batch_under_random_ooms)
 {
     uint64_t random = 5;
     for (size_t start = 0; start <= 64; start++) {
-        rebatch_options options = REBATCH_OPTIONS_INIT;
-        options.micro_start = start;
-        options.grow_after = 2;
-        struct rig rig;
-        rig_open(&rig, MIB(24), &options);
+        OPEN(rig, rig, MIB(24), &OPTIONS(.micro_start = start, .grow_after = 2));
         for (size_t batch = 1; batch <= 130; batch += 1 + below(&random, 3)) {
             rig.script.fault_count = 0;
             script_fail(&rig.script, SCRIPT_FORWARD, 1 + (uint32_t)below(&random, 4),
                         one_in(&random, 2) ? SCRIPT_BEFORE : SCRIPT_WHILE, SCRIPT_RETURN)
                 ->more_than = 1; /* so that the smallest size never fails */
-            cr_assert_eq(rig_step(&rig, batch), REBATCH_OK, "%s", rebatch_last_error());
+            OK(rig_step(&rig, batch));
         }
-        rig_close(&rig);
     }
 }

@@ -2,51 +2,43 @@
  * Must not know more of the library than its public headers say. */
 #include <pthread.h>
 #include <stdatomic.h>
-#include <string.h>
 #include <time.h>
 
-#include <criterion/criterion.h>
-
-#include "fault/fault_device.h"
 #include "step_common.h"
 
 static void open_warm(struct rig *rig)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    options.growth = REBATCH_OFF;
-    rig_open(rig, MIB(64), &options);
+    rig_open(rig, MIB(64), &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF));
     rig->script.base_bytes = MIB(1);
-    cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
+    OK(rig_step(rig, 16));
 }
+#define OPEN_WARM(name)                                                                            \
+    AUTO_CLOSE(rig, name);                                                                         \
+    open_warm(&name)
 
 /* ---- rebatch_escape() ---- */
 
 Test(step_reach, escape_leaves_every_callback_from_depth)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_ESCAPE);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(script_calls(&rig.script, SCRIPT_ZERO), 2);
     cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 2);
     cr_assert_eq(rig.report.ooms, 3);
-    rig_close(&rig);
 }
 
 Test(step_reach, escape_outside_a_callback_comes_back_with_an_error)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rebatch_clear_error();
     cr_assert_eq(rebatch_escape(rig.rb, REBATCH_OOM), REBATCH_E_STATE);
     cr_assert_str_neq(rebatch_last_error(), "");
     cr_assert_eq(rebatch_escape(rig.rb, SCRIPT_STATUS), REBATCH_E_STATE);
     cr_assert_eq(rebatch_escape(NULL, REBATCH_OOM), REBATCH_E_STATE);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 16));
 }
 
 static void *escape_there(void *user)
@@ -55,11 +47,8 @@ static void *escape_there(void *user)
     return rebatch_escape(rb, REBATCH_OOM) == REBATCH_E_STATE ? user : NULL;
 }
 
-static rebatch_status escape_in_another_thread(struct script *s, enum script_callback callback,
-                                               const rebatch_microbatch *mb)
+INSIDE(escape_in_another_thread)
 {
-    (void)callback;
-    (void)mb;
     pthread_t thread;
     void *refused = NULL;
     cr_assert_eq(pthread_create(&thread, NULL, escape_there, s->rb), 0);
@@ -70,18 +59,14 @@ static rebatch_status escape_in_another_thread(struct script *s, enum script_cal
 
 Test(step_reach, escape_in_a_thread_without_a_callback_comes_back_with_an_error)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.inside = escape_in_another_thread;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms, 0);
-    rig_close(&rig);
 }
 
-static rebatch_status escape_with_success(struct script *s, enum script_callback callback,
-                                          const rebatch_microbatch *mb)
+INSIDE(escape_with_success)
 {
-    (void)mb;
     if (callback == SCRIPT_FORWARD)
         (void)rebatch_escape(s->rb, REBATCH_OK);
     return REBATCH_OK;
@@ -89,27 +74,23 @@ static rebatch_status escape_with_success(struct script *s, enum script_callback
 
 Test(step_reach, escape_with_ok_is_an_error_and_no_success)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.inside = escape_with_success;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_INVALID);
     cr_assert(strstr(rebatch_last_error(), "rebatch_escape"), "the text is: %s",
               rebatch_last_error());
     cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 1);
     cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 0);
-    rig_close(&rig);
 }
 
 Test(step_reach, escape_from_lighten_is_survived)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.lighten_levels = 2;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
     script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE)->times =
         SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
-    rig_close(&rig);
 }
 
 /* What tries to leave a callback of the pool's: give_up and write. */
@@ -134,8 +115,7 @@ static rebatch_status leave_write(const void *data, size_t size, void *user)
     return REBATCH_OK;
 }
 
-static rebatch_status ask_too_much(struct script *s, enum script_callback callback,
-                                   const rebatch_microbatch *mb)
+INSIDE(ask_too_much)
 {
     void *memory;
     if (callback == SCRIPT_FORWARD)
@@ -146,128 +126,106 @@ static rebatch_status ask_too_much(struct script *s, enum script_callback callba
 
 Test(step_reach, escape_from_within_a_pressure_callback_comes_back_with_an_error)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     struct leaver leaver = {rig.rb, 0};
-    cr_assert_eq(rebatch_pool_add_pressure(rebatch_get_pool(rig.rb), leave_give_up, &leaver),
-                 REBATCH_OK);
+    OK(rebatch_pool_add_pressure(rebatch_get_pool(rig.rb), leave_give_up, &leaver));
     rig.script.inside = ask_too_much;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(leaver.refused, 1);
     rig.script.inside = NULL;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig.report.ooms, 1);
-    rig_close(&rig);
 }
 
-static rebatch_status write_snapshot(struct script *s, enum script_callback callback,
-                                     const rebatch_microbatch *mb)
+INSIDE(write_snapshot)
 {
     if (callback == SCRIPT_FORWARD)
-        cr_assert_eq(rebatch_pool_write_snapshot(mb->pool, REBATCH_SNAPSHOT_BLOCKS_CSV, leave_write,
-                                                 s->inside_user),
-                     REBATCH_OK);
+        OK(rebatch_pool_write_snapshot(mb->pool, REBATCH_SNAPSHOT_BLOCKS_CSV, leave_write,
+                                       s->inside_user));
     return REBATCH_OK;
 }
 
 Test(step_reach, escape_while_a_snapshot_is_written_comes_back_with_an_error, .timeout = 20)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     struct leaver leaver = {rig.rb, 0};
-    rig.script.inside = write_snapshot;
-    rig.script.inside_user = &leaver;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    script_inside(&rig.script, write_snapshot, &leaver);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(leaver.refused, 1);
-    cr_assert(strstr(rebatch_last_error(), "rebatch_escape"), "%s", rebatch_last_error());
-    rig_close(&rig);
+    SAYS("rebatch_escape");
 }
 
 static size_t step_other(size_t wanted_bytes, void *user)
 {
     (void)wanted_bytes;
     struct rig *other = user;
-    cr_assert_eq(rig_step(other, 8), REBATCH_OK);
+    OK(rig_step(other, 8));
     return 0;
 }
 
 Test(step_reach, a_step_of_another_session_within_a_pressure_callback_may_be_left)
 {
-    struct rig rig;
-    struct rig other;
+    AUTO_CLOSE(rig, rig);
+    AUTO_CLOSE(rig, other);
     open_warm(&rig);
     open_warm(&other);
-    cr_assert_eq(rebatch_pool_add_pressure(rebatch_get_pool(rig.rb), step_other, &other),
-                 REBATCH_OK);
+    OK(rebatch_pool_add_pressure(rebatch_get_pool(rig.rb), step_other, &other));
     script_fail(&other.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
     rig.script.inside = ask_too_much;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(other.report.ooms, 1);
-    rig_close(&other);
-    rig_close(&rig);
 }
 
 /* ---- the device's last error ---- */
 
 Test(step_reach, an_oom_that_forward_swallowed_is_found)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_SWALLOW);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK); /* rig_step() sees that no sample is missing */
+    OK(rig_step(&rig, 16)); /* rig_step() sees that no sample is missing */
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
     rig.script.fault_count = 0;
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_SWALLOW);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_BACKWARD], 1);
-    rig_close(&rig);
 }
 
 Test(step_reach, an_oom_that_the_optimizer_swallowed_is_found)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_SWALLOW);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
     rig.script.fault_count = 0;
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_SWALLOW);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
-    rig_close(&rig);
 }
 
-static rebatch_status leave_last_error(struct script *s, enum script_callback callback,
-                                       const rebatch_microbatch *mb)
+INSIDE(leave_last_error)
 {
-    (void)mb;
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.calls = REBATCH_FAULT_LAST_ERROR;
     plan.nth = 1;
     plan.status = *(rebatch_status *)s->inside_user;
     if (callback == SCRIPT_FORWARD)
-        cr_assert_eq(rebatch_fault_arm(s->device, &plan), REBATCH_OK);
+        OK(rebatch_fault_arm(s->device, &plan));
     return REBATCH_OK;
 }
 
 Test(step_reach, a_swallowed_error_that_is_no_oom_passes_through)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rebatch_status left = REBATCH_E_DEVICE;
-    rig.script.inside = leave_last_error;
-    rig.script.inside_user = &left;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_DEVICE);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8"); /* it answered OK */
+    script_inside(&rig.script, leave_last_error, &left);
+    STEP(&rig, 16, REBATCH_E_DEVICE, "z f0+8"); /* it answered OK */
     left = REBATCH_E_DEVICE_LOST;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_DEVICE_LOST);
     rig.script.inside = NULL;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 16));
 }
 
-static rebatch_status fail_and_leave_last_error(struct script *s, enum script_callback callback,
-                                                const rebatch_microbatch *mb)
+INSIDE(fail_and_leave_last_error)
 {
     if (callback != SCRIPT_FORWARD || mb->count < 8)
         return REBATCH_OK;
@@ -277,26 +235,19 @@ static rebatch_status fail_and_leave_last_error(struct script *s, enum script_ca
 
 Test(step_reach, no_stale_error_is_left_behind_by_an_oom)
 {
-    struct rig rig;
+    AUTO_CLOSE(rig, rig);
     rig_open(&rig, MIB(64), NULL); /* nothing is cached, so the first rung is to halve */
     rebatch_status left = REBATCH_OOM;
-    rig.script.inside = fail_and_leave_last_error;
-    rig.script.inside_user = &left;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+4~1 f4+4~1 u");
-    rig_close(&rig);
+    script_inside(&rig.script, fail_and_leave_last_error, &left);
+    STEP(&rig, 8, REBATCH_OK, "z f0+8! f0+4~1 f4+4~1 u");
 }
 
 Test(step_reach, an_error_left_behind_overrides_the_oom_that_hid_it)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rebatch_status left = REBATCH_E_DEVICE_LOST;
-    rig.script.inside = fail_and_leave_last_error;
-    rig.script.inside_user = &left;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_DEVICE_LOST);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8!");
-    rig_close(&rig);
+    script_inside(&rig.script, fail_and_leave_last_error, &left);
+    STEP(&rig, 8, REBATCH_E_DEVICE_LOST, "z f0+8!");
 }
 
 /* ---- late device errors ---- */
@@ -304,8 +255,7 @@ Test(step_reach, an_error_left_behind_overrides_the_oom_that_hid_it)
 static void lost_overrides(enum script_callback callback, enum script_when when,
                            const char *expected)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     script_fail(&rig.script, callback, 1, when, SCRIPT_LOST);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_DEVICE_LOST);
@@ -313,7 +263,6 @@ static void lost_overrides(enum script_callback callback, enum script_when when,
     cr_assert_eq(rig.report.ooms, 0);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
     rig_fail_device(&rig, 0, 0, REBATCH_OK);
-    rig_close(&rig);
 }
 
 Test(step_reach, a_late_device_error_overrides_the_verdict_oom)
@@ -327,11 +276,8 @@ Test(step_reach, a_late_device_error_overrides_the_verdict_oom)
 
 /* ---- an OOM that the callback copes with ---- */
 
-static rebatch_status cope(struct script *s, enum script_callback callback,
-                           const rebatch_microbatch *mb)
+INSIDE(cope)
 {
-    (void)callback;
-    (void)mb;
     void *workspace;
     cr_assert_eq(rebatch_pool_alloc(&workspace, rebatch_get_pool(s->rb), SCRIPT_IMPOSSIBLE_BYTES,
                                     s->stream, 0),
@@ -341,34 +287,28 @@ static rebatch_status cope(struct script *s, enum script_callback callback,
 
 Test(step_reach, an_optional_allocation_that_fails_is_no_oom)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.inside = cope;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
+    STEP(&rig, 16, REBATCH_OK, "z f0+8 f8+8 u");
     cr_assert_eq(rig.report.ooms, 0);
     cr_assert_str_eq(rig_events(&rig), "SWALLOWED SWALLOWED SWALLOWED SWALLOWED STEP");
     cr_assert_eq(rebatch_get_micro(rig.rb, 16), 8);
-    rig_close(&rig);
 }
 
 Test(step_reach, the_report_names_the_last_oom_of_the_pool_even_one_that_was_coped_with)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.inside = cope;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.oom.asked_bytes, SCRIPT_IMPOSSIBLE_BYTES);
     rig.script.inside = NULL;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.oom.asked_bytes, 0, "that OOM was of the step before");
-    rig_close(&rig);
 }
 
 /* ---- rebatch_reserve() that fails ---- */
 
-static rebatch_status reserve_too_much(struct script *s, enum script_callback callback,
-                                       const rebatch_microbatch *mb)
+INSIDE(reserve_too_much)
 {
     if (callback != SCRIPT_FORWARD || mb->count < 8)
         return REBATCH_OK;
@@ -377,29 +317,23 @@ static rebatch_status reserve_too_much(struct script *s, enum script_callback ca
 
 Test(step_reach, a_reserve_that_fails_is_an_oom_like_any_other)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.inside = reserve_too_much;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+4~1 f4+4~1 f8+4 f12+4 u");
+    STEP(&rig, 16, REBATCH_OK, "z f0+8! f0+4~1 f4+4~1 f8+4 f12+4 u");
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
-    rig_close(&rig);
 }
 
 /* ---- calls from within a callback ---- */
 
-static rebatch_status step_within(struct script *s, enum script_callback callback,
-                                  const rebatch_microbatch *mb)
+INSIDE(step_within)
 {
-    (void)callback;
-    (void)mb;
     struct rig *rig = s->inside_user;
     rebatch_step_report report;
     rebatch_clear_error();
     cr_assert_eq(rebatch_step(s->rb, &rig->ops, 4, s, &report), REBATCH_E_STATE);
-    cr_assert_eq(report.status, REBATCH_E_STATE);
-    cr_assert_str_eq(rebatch_last_error(), "rebatch_step() was called from within a callback, or "
-                                           "while another thread is in a step");
+    FAILS_WITH(
+        report.status, REBATCH_E_STATE,
+        "rebatch_step() was called from within a callback, or while another thread is in a step");
     static int state;
     cr_assert_eq(rebatch_guard(s->rb, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_STATE);
     return REBATCH_OK;
@@ -407,20 +341,13 @@ static rebatch_status step_within(struct script *s, enum script_callback callbac
 
 Test(step_reach, step_and_guard_within_a_callback_are_refused_and_change_nothing)
 {
-    struct rig rig;
-    open_warm(&rig);
-    rig.script.inside = step_within;
-    rig.script.inside_user = &rig;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
-    rig_close(&rig);
+    OPEN_WARM(rig);
+    script_inside(&rig.script, step_within, &rig);
+    STEP(&rig, 16, REBATCH_OK, "z f0+8 f8+8 u");
 }
 
-static rebatch_status close_within(struct script *s, enum script_callback callback,
-                                   const rebatch_microbatch *mb)
+INSIDE(close_within)
 {
-    (void)callback;
-    (void)mb;
     rebatch_clear_error();
     rebatch_close(s->rb);
     cr_assert_str_eq(rebatch_last_error(), "rebatch_close() was called from within a callback, or "
@@ -430,38 +357,30 @@ static rebatch_status close_within(struct script *s, enum script_callback callba
 
 Test(step_reach, close_within_a_callback_is_refused)
 {
-    struct rig rig;
-    open_warm(&rig);
+    OPEN_WARM(rig);
     rig.script.inside = close_within;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
-    rig_close(&rig);
+    STEP(&rig, 16, REBATCH_OK, "z f0+8 f8+8 u");
 }
 
-static rebatch_status step_of_another(struct script *s, enum script_callback callback,
-                                      const rebatch_microbatch *mb)
+INSIDE(step_of_another)
 {
-    (void)mb;
     struct rig *other = s->inside_user;
     if (callback == SCRIPT_FORWARD)
-        cr_assert_eq(rig_step(other, 8), REBATCH_OK);
+        OK(rig_step(other, 8));
     return REBATCH_OK;
 }
 
 Test(step_reach, another_session_may_step_within_a_callback)
 {
-    struct rig rig;
-    struct rig other;
+    AUTO_CLOSE(rig, rig);
+    AUTO_CLOSE(rig, other);
     open_warm(&rig);
     open_warm(&other);
     script_fail(&other.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_ESCAPE);
-    rig.script.inside = step_of_another;
-    rig.script.inside_user = &other;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    script_inside(&rig.script, step_of_another, &other);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms, 1);
-    rig_close(&other);
-    rig_close(&rig);
 }
 
 /* ---- work that is still on the stream ---- */
@@ -481,13 +400,12 @@ static void use_late(void *user)
 }
 
 /* Leaves work on the stream that uses a block of the attempt. */
-static rebatch_status enqueue_late_use(struct script *s, enum script_callback callback,
-                                       const rebatch_microbatch *mb)
+INSIDE(enqueue_late_use)
 {
     struct pending *pending = s->inside_user;
     if (callback != SCRIPT_FORWARD || mb->first)
         return REBATCH_OK;
-    cr_assert_eq(rebatch_pool_alloc(&pending->block, mb->pool, KIB(64), mb->stream, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc(&pending->block, mb->pool, KIB(64), mb->stream, 0));
     return rebatch_stream_call(s->device, s->stream, use_late, pending);
 }
 
@@ -495,12 +413,9 @@ static void take_back_under_work(rebatch_toggle caching, enum script_manner mann
                                  rebatch_status expected, int uses)
 {
     struct rig rig;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.pool.caching = caching;
-    rig_open_on_stream(&rig, MIB(64), &options);
+    rig_open_on_stream(&rig, MIB(64), &OPTIONS(.pool.caching = caching));
     struct pending pending = {0};
-    rig.script.inside = enqueue_late_use;
-    rig.script.inside_user = &pending;
+    script_inside(&rig.script, enqueue_late_use, &pending);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, manner);
     cr_assert_eq(rig_step(&rig, 8), expected);
     rig_close(&rig); /* with the work of the last attempt still on the stream */
@@ -522,15 +437,14 @@ Test(step_reach, a_session_keeps_its_pool_and_its_device, .timeout = 20)
     rebatch_device *device;
     rebatch *rb;
     rebatch_pool *pool;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    open_on_host(&device, &rb, MIB(64), NULL);
+    OK(rebatch_pool_create(&pool, device, NULL));
     rebatch_pool_destroy(rebatch_get_pool(rb));
-    cr_assert(strstr(rebatch_last_error(), "expected rebatch_close()"), "%s", rebatch_last_error());
+    SAYS("expected rebatch_close()");
     rebatch_device_close(device);
-    cr_assert(strstr(rebatch_last_error(), "what is open on it is 2"), "%s", rebatch_last_error());
+    SAYS("what is open on it is 2");
     void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, rebatch_get_pool(rb), MIB(1), NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc(&block, rebatch_get_pool(rb), MIB(1), NULL, 0));
     rebatch_pool_destroy(pool);
     rebatch_close(rb);
     rebatch_clear_error();
@@ -547,12 +461,10 @@ static size_t close_it(size_t wanted_bytes, void *user)
 
 Test(step_reach, a_session_is_not_closed_from_its_pools_callback)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(64), NULL);
+    OPEN(rig, rig, MIB(64), NULL);
     rebatch_pool *const pool = rebatch_get_pool(rig.rb);
     void *none;
-    cr_assert_eq(rebatch_pool_add_pressure(pool, close_it, rig.rb), REBATCH_OK);
+    OK(rebatch_pool_add_pressure(pool, close_it, rig.rb));
     cr_assert_eq(rebatch_pool_alloc(&none, pool, (size_t)1 << 40, NULL, 0), REBATCH_OOM);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 8));
 }

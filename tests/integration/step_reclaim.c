@@ -3,13 +3,8 @@
  * Must not know more of the library than its public headers say. */
 #include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include <criterion/criterion.h>
-
-#include "rebatch/rebatch.h"
-
-#define MIB(n) ((size_t)(n) << 20)
+#include "rig.h"
 
 /* A program that counts references: it frees what it has allocated itself. */
 struct program {
@@ -79,7 +74,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     if (p->dirties)
         rebatch_mutating(p->rb);
     if (mb->count > p->fits) {
-        cr_assert_eq(rebatch_pool_alloc(&p->held, p->pool, MIB(1), NULL, 0), REBATCH_OK);
+        OK(rebatch_pool_alloc(&p->held, p->pool, MIB(1), NULL, 0));
         return REBATCH_OOM;
     }
     rebatch_status status = allocate_somewhere(&memory, p, mb->count * p->sample_bytes);
@@ -99,49 +94,39 @@ static rebatch_status optimizer_step(void *user)
 
 static rebatch_step_ops program_ops(void)
 {
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero_grad;
-    ops.forward_backward = forward_backward;
-    ops.optimizer_step = optimizer_step;
-    ops.flags = REBATCH_DECLARES_MUTATION;
-    return ops;
+    return (rebatch_step_ops)OPS(zero_grad, forward_backward, optimizer_step,
+                                 .flags = REBATCH_DECLARES_MUTATION);
 }
 
 static rebatch *open_on(struct program *p)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch *rb;
-    options.reclaim = REBATCH_OFF;
-    options.existing_pool = p->pool;
-    options.log_level = REBATCH_LOG_QUIET;
-    cr_assert_eq(rebatch_open(&rb, p->device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_open(&rb, p->device,
+                    &OPTIONS(.reclaim = REBATCH_OFF, .existing_pool = p->pool,
+                             .log_level = REBATCH_LOG_QUIET)));
     return rb;
 }
 
-static void open_program(struct program *p, size_t capacity_bytes)
+static void program_open(struct program *p, size_t capacity_bytes)
 {
     *p = (struct program){.sample_bytes = MIB(1), .fits = SIZE_MAX};
-    cr_assert_eq(rebatch_device_open_host(&p->device, capacity_bytes, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_create(&p->pool, p->device, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&p->device, capacity_bytes, NULL));
+    OK(rebatch_pool_create(&p->pool, p->device, NULL));
     p->rb = open_on(p);
 }
 
 static uint64_t live_bytes(const struct program *p)
 {
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, p->pool), REBATCH_OK);
-    return stats.live_bytes;
+    return pool_stats_of(p->pool).live_bytes;
 }
 
-static void close_program(struct program *p)
+static void program_close(struct program *p)
 {
-    rebatch_memory_info info;
     rebatch_close(p->rb);
-    cr_assert_eq(rebatch_pool_free(p->pool, p->gradients), REBATCH_OK);
+    OK(rebatch_pool_free(p->pool, p->gradients));
     cr_assert_eq(live_bytes(p), 0);
     rebatch_pool_destroy(p->pool);
-    cr_assert_eq(rebatch_device_memory(p->device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
+    cr_assert_eq(used_bytes_of(p->device), 0);
     rebatch_device_close(p->device);
 }
 
@@ -158,21 +143,18 @@ static rebatch_step_report step(struct program *p, size_t batch, rebatch_status 
 
 Test(step_reclaim, what_a_failed_attempt_holds_on_to_stays_in_use)
 {
-    struct program p;
-    open_program(&p, MIB(64));
+    OPEN(program, p, MIB(64));
     p.fits = 4;
     const rebatch_step_report report = step(&p, 8, REBATCH_OK);
     cr_expect_eq(report.ooms, 1);
     cr_expect_eq(report.micro, 4);
     cr_expect_eq(live_bytes(&p), MIB(1));
     cr_expect_eq(rebatch_pool_free(p.pool, p.held), REBATCH_OK, "%s", rebatch_last_error());
-    close_program(&p);
 }
 
 Test(step_reclaim, a_batch_that_runs_again_takes_nothing_back)
 {
-    struct program p;
-    open_program(&p, MIB(64));
+    OPEN(program, p, MIB(64));
     p.fits = 4;
     p.dirties = true;
     p.gradient_bytes = MIB(2);
@@ -181,69 +163,59 @@ Test(step_reclaim, a_batch_that_runs_again_takes_nothing_back)
     cr_expect_eq(p.zeros, 2);
     cr_expect_eq(live_bytes(&p), MIB(3));
     cr_expect_eq(rebatch_pool_free(p.pool, p.held), REBATCH_OK);
-    close_program(&p);
 }
 
 /* Else gradients that are freed and made anew in each step would be held twice. */
 Test(step_reclaim, frees_are_effective_immediately)
 {
-    struct program p;
-    open_program(&p, MIB(64));
+    OPEN(program, p, MIB(64));
     p.gradient_bytes = MIB(40);
     for (int i = 0; i < 3; i++) {
         const rebatch_step_report report = step(&p, 8, REBATCH_OK);
         cr_expect_eq(report.ooms, 0);
         cr_expect_eq(report.peak_bytes, MIB(48));
     }
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, p.pool), REBATCH_OK);
+    const rebatch_pool_stats stats = pool_stats_of(p.pool);
     cr_expect_eq(stats.deferred_bytes, 0);
-    close_program(&p);
 }
 
 /* A scope of the program's own around the step holds frees back, as scopes do. */
 Test(step_reclaim, a_scope_around_the_step_still_undoes)
 {
-    struct program p;
     rebatch_scope scope;
-    open_program(&p, MIB(64));
+    OPEN(program, p, MIB(64));
     p.gradient_bytes = MIB(2);
     (void)step(&p, 8, REBATCH_OK);
     void *const before = p.gradients;
-    cr_assert_eq(rebatch_scope_begin(&scope, p.pool), REBATCH_OK);
+    OK(rebatch_scope_begin(&scope, p.pool));
     (void)step(&p, 8, REBATCH_OK);
-    cr_assert_eq(rebatch_scope_rollback(p.pool, scope), REBATCH_OK);
+    OK(rebatch_scope_rollback(p.pool, scope));
     p.gradients = before;
     cr_expect_eq(live_bytes(&p), MIB(2));
-    close_program(&p);
 }
 
 Test(step_reclaim, an_oom_of_any_thread_is_the_callbacks)
 {
-    struct program p;
-    open_program(&p, MIB(4));
+    OPEN(program, p, MIB(4));
     p.in_thread = true;
     const rebatch_step_report report = step(&p, 8, REBATCH_OK);
     cr_expect_eq(report.micro, 4);
     cr_expect_eq(report.oom.asked_bytes, MIB(8));
-    close_program(&p);
 }
 
 /* What another thread allocated counts as needed, so the size that failed is not tried again. */
 Test(step_reclaim, admission_knows_what_other_threads_allocated)
 {
-    struct program p;
-    open_program(&p, MIB(16));
+    OPEN(program, p, MIB(16));
     p.in_thread = true;
     (void)step(&p, 8, REBATCH_OK);
-    cr_assert_eq(rebatch_pool_trim(p.pool, 0, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_set_capacity(p.device, MIB(4)), REBATCH_OK);
+    OK(rebatch_pool_trim(p.pool, 0, NULL));
+    OK(rebatch_device_set_capacity(p.device, MIB(4)));
     const size_t calls = p.calls;
     const rebatch_step_report report = step(&p, 8, REBATCH_OK);
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
     cr_expect_eq(report.ooms, 1);
     cr_expect_eq(p.calls, calls + 2);
-    close_program(&p);
 }
 
 /* Its memory is needed in zero_grad, or in all sizes, and there is too little even so. */
@@ -285,44 +257,33 @@ static rebatch_status forward_pressed(const rebatch_microbatch *mb, void *user)
     return REBATCH_OOM;
 }
 
-static rebatch_status update_pressed(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static size_t give_up(size_t wanted_bytes, void *user)
 {
     struct pressed *p = user;
     (void)wanted_bytes;
     if (!p->cache)
         return 0;
-    cr_assert_eq(rebatch_pool_free(p->pool, p->cache), REBATCH_OK);
+    OK(rebatch_pool_free(p->pool, p->cache));
     p->cache = NULL;
     return MIB(1);
 }
 
 static void expect_cache_given_up(size_t zero_bytes, size_t sample_bytes, bool is_in_thread)
 {
-    struct program program;
-    open_program(&program, MIB(16));
+    OPEN(program, program, MIB(16));
     struct pressed p = {.rb = program.rb,
                         .pool = program.pool,
                         .zero_bytes = zero_bytes,
                         .sample_bytes = sample_bytes,
                         .is_in_thread = is_in_thread};
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero_pressed;
-    ops.forward_backward = forward_pressed;
-    ops.optimizer_step = update_pressed;
-    ops.flags = REBATCH_DECLARES_MUTATION;
-    cr_assert_eq(rebatch_pool_alloc(&p.cache, p.pool, MIB(1), NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(p.rb, &p.cache, sizeof p.cache, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_add_pressure(p.pool, give_up, &p), REBATCH_OK);
+    rebatch_step_ops ops =
+        OPS(zero_pressed, forward_pressed, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
+    OK(rebatch_pool_alloc(&p.cache, p.pool, MIB(1), NULL, 0));
+    OK(rebatch_guard(p.rb, &p.cache, sizeof p.cache, REBATCH_GUARD_HOST));
+    OK(rebatch_pool_add_pressure(p.pool, give_up, &p));
     cr_expect_eq(rebatch_step(p.rb, &ops, 4, &p, NULL), REBATCH_E_EXHAUSTED);
     cr_expect_null(p.cache, "the guard has put back a pointer to a block that is gone");
     cr_expect_eq(live_bytes(&program), 0);
-    close_program(&program);
 }
 
 Test(step_reclaim, what_pressure_frees_is_not_put_back_by_a_guard)
@@ -340,60 +301,46 @@ static rebatch_status resize(size_t micro_batch, void *user)
 
 Test(step_reclaim, what_needs_to_take_back_is_refused)
 {
-    struct program p;
-    open_program(&p, MIB(16));
+    OPEN(program, p, MIB(16));
     rebatch_step_ops ops = program_ops();
-    cr_expect_eq(rebatch_check(p.rb, &ops, 8, &p, NULL, NULL), REBATCH_E_UNSUPPORTED);
-    cr_expect(strstr(rebatch_last_error(), "reclaim is off"), "%s", rebatch_last_error());
+    FAILS(rebatch_check(p.rb, &ops, 8, &p, NULL, NULL), REBATCH_E_UNSUPPORTED, "reclaim is off");
     ops.resize = resize;
-    cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "reclaim is off"), "%s", rebatch_last_error());
+    FAILS(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_INVALID, "reclaim is off");
     cr_expect_eq(p.calls, 0);
-    close_program(&p);
 }
 
 Test(step_reclaim, a_probe_finds_the_largest_size)
 {
-    struct program p;
     rebatch_probe_report report;
-    open_program(&p, MIB(20));
+    OPEN(program, p, MIB(20));
     p.gradient_bytes = MIB(3);
     p.in_thread = true;
     const rebatch_step_ops ops = program_ops();
-    cr_assert_eq(rebatch_probe(p.rb, &ops, 64, &p, NULL, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_probe(p.rb, &ops, 64, &p, NULL, &report));
     cr_expect_eq(report.size, 17);
     cr_expect_eq(report.ooms, 0);
-    close_program(&p);
 }
 
 /* So is the micro-batch that runs before the trials. */
 Test(step_reclaim, a_probe_of_a_small_batch_runs_all_of_it)
 {
-    struct program p;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_probe_report report;
-    open_program(&p, MIB(20));
+    OPEN(program, p, MIB(20));
     rebatch_close(p.rb);
-    options.reclaim = REBATCH_OFF;
-    options.existing_pool = p.pool;
-    options.micro_smallest = 4;
-    options.log_level = REBATCH_LOG_QUIET;
-    cr_assert_eq(rebatch_open(&p.rb, p.device, &options), REBATCH_OK);
+    OK(rebatch_open(&p.rb, p.device,
+                    &OPTIONS(.reclaim = REBATCH_OFF, .existing_pool = p.pool, .micro_smallest = 4,
+                             .log_level = REBATCH_LOG_QUIET)));
     const rebatch_step_ops ops = program_ops();
-    cr_assert_eq(rebatch_probe(p.rb, &ops, 3, &p, NULL, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_probe(p.rb, &ops, 3, &p, NULL, &report));
     cr_expect_eq(report.size, 3);
     cr_expect_eq(p.sum, 6.0 * (double)p.calls, "%zu calls, not each of all samples", p.calls);
-    close_program(&p);
 }
 
 /* ---- a pool that is there ---- */
 
 Test(step_reclaim, sessions_share_a_pool)
 {
-    struct program p;
-    open_program(&p, MIB(16));
+    OPEN(program, p, MIB(16));
     rebatch *const first = p.rb, *const second = open_on(&p);
     for (int i = 0; i < 4; i++) {
         p.rb = i % 2 ? second : first;
@@ -404,16 +351,14 @@ Test(step_reclaim, sessions_share_a_pool)
     rebatch_close(second);
     p.rb = first;
     (void)step(&p, 8, REBATCH_OK);
-    close_program(&p);
 }
 
 /* Else a session that is closed would still be asked which requests fail. */
 Test(step_reclaim, failures_on_purpose_end_with_the_session)
 {
-    struct program p;
     void *memory;
     cr_assert_eq(setenv("REBATCH_RUN_OOM", "2", 1), 0);
-    open_program(&p, MIB(16));
+    OPEN(program, p, MIB(16));
     rebatch *const first = p.rb, *const second = open_on(&p);
     (void)step(&p, 8, REBATCH_OK);
     rebatch_close(first);
@@ -423,55 +368,44 @@ Test(step_reclaim, failures_on_purpose_end_with_the_session)
     cr_expect_eq(step(&p, 8, REBATCH_OK).ooms, 1);
     cr_expect_eq(rebatch_pool_alloc(&memory, p.pool, MIB(1), NULL, 0), REBATCH_OK);
     cr_expect_eq(rebatch_pool_free(p.pool, memory), REBATCH_OK);
-    close_program(&p);
 }
 
 Test(step_reclaim, a_pool_outlives_its_sessions)
 {
-    struct program p;
     void *memory;
-    open_program(&p, MIB(16));
-    cr_assert_eq(rebatch_pool_alloc(&memory, p.pool, MIB(1), NULL, 0), REBATCH_OK);
+    OPEN(program, p, MIB(16));
+    OK(rebatch_pool_alloc(&memory, p.pool, MIB(1), NULL, 0));
     rebatch_pool_destroy(p.pool);
     cr_expect_str_eq(rebatch_last_error(), "1 session is open on the pool: expected none");
     rebatch_close(p.rb);
     p.rb = NULL;
     cr_expect_eq(live_bytes(&p), MIB(1));
     cr_expect_eq(rebatch_pool_free(p.pool, memory), REBATCH_OK);
-    close_program(&p);
 }
 
 Test(step_reclaim, a_pool_of_its_own_needs_no_more_than_the_option)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    struct program p;
-    open_program(&p, MIB(64));
+    OPEN(program, p, MIB(64));
     rebatch_close(p.rb);
-    options.log_level = REBATCH_LOG_QUIET;
-    options.existing_pool = p.pool;
-    cr_assert_eq(rebatch_open(&p.rb, p.device, &options), REBATCH_OK);
+    OK(rebatch_open(&p.rb, p.device,
+                    &OPTIONS(.log_level = REBATCH_LOG_QUIET, .existing_pool = p.pool)));
     p.fits = 4;
     (void)step(&p, 8, REBATCH_OK); /* reclaim is on: the held block is taken back */
     cr_expect_eq(live_bytes(&p), 0);
-    close_program(&p);
 }
 
 Test(step_reclaim, a_wrong_pool_is_refused)
 {
-    struct program p;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_device *other;
     rebatch *rb;
-    open_program(&p, MIB(16));
-    cr_assert_eq(rebatch_device_open_host(&other, MIB(16), NULL), REBATCH_OK);
+    OPEN(program, p, MIB(16));
+    OK(rebatch_device_open_host(&other, MIB(16), NULL));
     options.existing_pool = p.pool;
-    cr_expect_eq(rebatch_open(&rb, other, &options), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "another device"), "%s", rebatch_last_error());
+    FAILS(rebatch_open(&rb, other, &options), REBATCH_E_INVALID, "another device");
     options.pool.limit_bytes = MIB(8);
-    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "both set"), "%s", rebatch_last_error());
+    FAILS(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID, "both set");
     rebatch_device_close(other);
-    close_program(&p);
 }
 
 /* ---- state that functions guard ---- */
@@ -496,9 +430,8 @@ static const rebatch_guard_ops guard = {sizeof guard, save, restore};
 
 Test(step_reclaim, guard_functions_restore_what_an_attempt_changed)
 {
-    struct program p;
-    open_program(&p, MIB(64));
-    cr_assert_eq(rebatch_guard_with(p.rb, &guard, &p), REBATCH_OK);
+    OPEN(program, p, MIB(64));
+    OK(rebatch_guard_with(p.rb, &guard, &p));
     p.fits = 4;
     (void)step(&p, 8, REBATCH_OK);
     cr_expect_eq(p.sum, 36.0);
@@ -506,48 +439,40 @@ Test(step_reclaim, guard_functions_restore_what_an_attempt_changed)
     cr_expect_eq(p.restores[REBATCH_GUARD_STEP], 0);
     cr_expect_eq(p.saves[REBATCH_GUARD_STEP], 1);
     (void)rebatch_pool_free(p.pool, p.held);
-    close_program(&p);
 }
 
 Test(step_reclaim, guard_functions_restore_the_step_when_it_runs_again)
 {
-    struct program p;
-    open_program(&p, MIB(64));
-    cr_assert_eq(rebatch_guard_with(p.rb, &guard, &p), REBATCH_OK);
+    OPEN(program, p, MIB(64));
+    OK(rebatch_guard_with(p.rb, &guard, &p));
     p.fits = 4;
     p.dirties = true;
     (void)step(&p, 8, REBATCH_OK);
     cr_expect_eq(p.sum, 36.0);
     cr_expect_eq(p.restores[REBATCH_GUARD_STEP], 1);
     (void)rebatch_pool_free(p.pool, p.held);
-    close_program(&p);
 }
 
 Test(step_reclaim, a_guard_function_that_fails_ends_the_step)
 {
-    struct program p;
-    open_program(&p, MIB(64));
-    cr_assert_eq(rebatch_guard_with(p.rb, &guard, &p), REBATCH_OK);
+    OPEN(program, p, MIB(64));
+    OK(rebatch_guard_with(p.rb, &guard, &p));
     p.save_status = REBATCH_E_USER + 3;
     (void)step(&p, 8, REBATCH_E_USER + 3);
     cr_expect_eq(p.calls, 0);
     p.save_status = REBATCH_OOM;
     (void)step(&p, 8, REBATCH_E_STATE);
-    cr_expect(strstr(rebatch_last_error(), "beforehand"), "%s", rebatch_last_error());
+    SAYS("beforehand");
     p.save_status = REBATCH_OK;
     (void)step(&p, 8, REBATCH_OK);
-    close_program(&p);
 }
 
 Test(step_reclaim, guard_functions_are_checked)
 {
-    struct program p;
     rebatch_guard_ops ops = guard;
-    open_program(&p, MIB(64));
+    OPEN(program, p, MIB(64));
     cr_expect_eq(rebatch_guard_with(p.rb, NULL, &p), REBATCH_E_INVALID);
     ops.restore = NULL;
-    cr_expect_eq(rebatch_guard_with(p.rb, &ops, &p), REBATCH_E_INVALID);
-    cr_expect(strstr(rebatch_last_error(), "ops.restore is NULL"), "%s", rebatch_last_error());
+    FAILS(rebatch_guard_with(p.rb, &ops, &p), REBATCH_E_INVALID, "ops.restore is NULL");
     cr_expect_eq(rebatch_guard_with(p.rb, &guard, &p), REBATCH_OK);
-    close_program(&p);
 }

@@ -2,14 +2,9 @@
  * buffers of resize counted once, and every step and map ends.
  * Must not know more of the library than its public headers say. */
 #include <stdlib.h>
-#include <string.h>
 
-#include <criterion/criterion.h>
+#include "rig.h"
 
-#include "rebatch/rebatch.h"
-
-#define MIB(n) ((size_t)(n) << 20)
-#define KIB(n) ((size_t)(n) << 10)
 #define SECONDS 60 /* what ends at all ends within milliseconds */
 
 /* ---- a trainer with buffers ---- */
@@ -71,17 +66,13 @@ static rebatch_status lighten(unsigned level, void *user)
 
 static rebatch_step_ops ops_of(rebatch_toggle lightens)
 {
-    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
-                              .zero_grad = zero,
-                              .forward_backward = run,
-                              .optimizer_step = update,
-                              .lighten = lightens == REBATCH_ON ? lighten : NULL,
-                              .flags = REBATCH_DECLARES_MUTATION,
-                              .resize = resize};
+    return (rebatch_step_ops)OPS(zero, run, update,
+                                 .lighten = lightens == REBATCH_ON ? lighten : NULL,
+                                 .flags = REBATCH_DECLARES_MUTATION, .resize = resize);
 }
 
 /* `need_bytes` a sample, of which the buffers have `made_bytes`. */
-static void open_trainer(struct trainer *t, size_t made_bytes, size_t need_bytes,
+static void trainer_open(struct trainer *t, size_t made_bytes, size_t need_bytes,
                          const rebatch_options *given)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;
@@ -89,19 +80,14 @@ static void open_trainer(struct trainer *t, size_t made_bytes, size_t need_bytes
         options = *given;
     options.log_level = REBATCH_LOG_QUIET;
     *t = (struct trainer){.made_bytes = made_bytes, .attempt_bytes = need_bytes - made_bytes};
-    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(1024), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    open_on_host(&t->device, &t->rb, MIB(1024), &options);
 }
 
-static void close_trainer(struct trainer *t)
-{
-    rebatch_close(t->rb);
-    rebatch_device_close(t->device);
-}
+CLOSE_BOTH(trainer)
 
 static void set_limit(struct trainer *t, size_t bytes)
 {
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t->rb), bytes), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t->rb), bytes));
 }
 
 /* ---- steps ---- */
@@ -109,33 +95,29 @@ static void set_limit(struct trainer *t, size_t bytes)
 Test(step_refusals, a_step_with_resize_goes_on_to_sizes_that_fit, .timeout = SECONDS)
 {
     for (size_t fits = 1; fits <= 64; fits++) {
-        struct trainer t;
         rebatch_step_report report;
         const rebatch_step_ops ops = ops_of(REBATCH_OFF);
-        open_trainer(&t, KIB(64), MIB(4), NULL);
-        cr_assert_eq(rebatch_step(t.rb, &ops, 64, &t, NULL), REBATCH_OK);
+        OPEN(trainer, t, KIB(64), MIB(4), NULL);
+        OK(rebatch_step(t.rb, &ops, 64, &t, NULL));
         set_limit(&t, MIB(4) * fits);
         cr_assert_eq(rebatch_step(t.rb, &ops, 64, &t, &report), REBATCH_OK, "%zu: %s", fits,
                      rebatch_last_error());
         cr_assert_eq(t.counted, 64);
         cr_assert(t.largest <= fits && 2 * t.largest > fits, "%zu of %zu", t.largest, fits);
         cr_assert_eq(report.redone_samples, 0, "%zu: something ran in vain", fits);
-        close_trainer(&t);
     }
 }
 
 Test(step_refusals, what_fits_at_no_size_ends_the_step_or_a_lighter_level_does, .timeout = SECONDS)
 {
     for (int lightens = 0; lightens < 2; lightens++) {
-        struct trainer t;
         const rebatch_step_ops ops = ops_of(lightens ? REBATCH_ON : REBATCH_OFF);
-        open_trainer(&t, KIB(64), MIB(4), NULL);
-        cr_assert_eq(rebatch_step(t.rb, &ops, 16, &t, NULL), REBATCH_OK);
+        OPEN(trainer, t, KIB(64), MIB(4), NULL);
+        OK(rebatch_step(t.rb, &ops, 16, &t, NULL));
         set_limit(&t, MIB(3));
         cr_assert_eq(rebatch_step(t.rb, &ops, 16, &t, NULL),
                      lightens ? REBATCH_OK : REBATCH_E_EXHAUSTED, "%s", rebatch_last_error());
         cr_assert_eq(t.level, lightens ? 1 : 0);
-        close_trainer(&t);
     }
 }
 
@@ -143,36 +125,28 @@ Test(step_refusals, what_fits_at_no_size_ends_the_step_or_a_lighter_level_does, 
 Test(step_refusals, batches_of_other_sizes_find_what_fits, .timeout = SECONDS)
 {
     for (size_t batch = 1; batch <= 40; batch++) {
-        struct trainer t;
         const rebatch_step_ops ops = ops_of(REBATCH_OFF);
-        open_trainer(&t, KIB(64), MIB(2), NULL);
-        cr_assert_eq(rebatch_step(t.rb, &ops, 32, &t, NULL), REBATCH_OK);
-        cr_assert_eq(rebatch_step(t.rb, &ops, batch, &t, NULL), REBATCH_OK);
+        OPEN(trainer, t, KIB(64), MIB(2), NULL);
+        OK(rebatch_step(t.rb, &ops, 32, &t, NULL));
+        OK(rebatch_step(t.rb, &ops, batch, &t, NULL));
         set_limit(&t, MIB(3));
         cr_assert_eq(rebatch_step(t.rb, &ops, batch, &t, NULL), REBATCH_OK, "%zu: %s", batch,
                      rebatch_last_error());
         cr_assert(t.counted == batch && t.largest == 1, "%zu: %zu", batch, t.largest);
-        close_trainer(&t);
     }
 }
 
 Test(step_refusals, limits_on_the_size_hold, .timeout = SECONDS)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     const rebatch_step_ops ops = ops_of(REBATCH_OFF);
-    options.micro_multiple_of = 3;
-    options.micro_smallest = 6;
-    open_trainer(&t, KIB(64), MIB(1), &options);
-    cr_assert_eq(rebatch_step(t.rb, &ops, 60, &t, NULL), REBATCH_OK);
+    OPEN(trainer, t, KIB(64), MIB(1), &OPTIONS(.micro_multiple_of = 3, .micro_smallest = 6));
+    OK(rebatch_step(t.rb, &ops, 60, &t, NULL));
     set_limit(&t, MIB(13));
-    cr_assert_eq(rebatch_step(t.rb, &ops, 60, &t, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_step(t.rb, &ops, 60, &t, NULL));
     cr_assert_eq(t.largest, 6);
     set_limit(&t, MIB(5));
-    cr_assert_eq(rebatch_step(t.rb, &ops, 60, &t, NULL), REBATCH_E_EXHAUSTED);
-    cr_assert_not_null(strstr(rebatch_last_error(), "the smallest micro-batch allowed is 6"), "%s",
-                       rebatch_last_error());
-    close_trainer(&t);
+    FAILS(rebatch_step(t.rb, &ops, 60, &t, NULL), REBATCH_E_EXHAUSTED,
+          "the smallest micro-batch allowed is 6");
 }
 
 /* ---- maps ---- */
@@ -186,33 +160,28 @@ static rebatch_status map(struct trainer *t, size_t count)
 
 Test(step_refusals, a_map_with_resize_before_the_first_step_ends, .timeout = SECONDS)
 {
-    struct trainer t;
-    open_trainer(&t, MIB(1), MIB(1) + KIB(64), NULL);
+    OPEN(trainer, t, MIB(1), MIB(1) + KIB(64), NULL);
     set_limit(&t, MIB(40));
     for (int i = 0; i < 4; i++) {
         cr_assert_eq(map(&t, 64), REBATCH_OK, "map %d: %s", i, rebatch_last_error());
         cr_assert(t.counted == 64 && t.largest == 32, "map %d: %zu", i, t.largest);
     }
-    close_trainer(&t);
 }
 
 /* No step has made the buffers, so they are the map's to make larger. */
 Test(step_refusals, a_map_alone_has_larger_buffers_for_more_samples, .timeout = SECONDS)
 {
-    struct trainer t;
-    open_trainer(&t, MIB(1), MIB(2), NULL);
-    cr_assert_eq(map(&t, 8), REBATCH_OK);
-    cr_assert_eq(map(&t, 64), REBATCH_OK);
+    OPEN(trainer, t, MIB(1), MIB(2), NULL);
+    OK(map(&t, 8));
+    OK(map(&t, 64));
     cr_assert(t.largest == 64 && t.resizes == 2, "%zu", t.largest);
-    close_trainer(&t);
 }
 
 Test(step_refusals, maps_and_steps_in_any_order_end_under_any_limit, .timeout = SECONDS)
 {
     for (unsigned seed = 1; seed <= 200; seed++) {
-        struct trainer t;
         const rebatch_step_ops ops = ops_of(REBATCH_OFF);
-        open_trainer(&t, KIB(64), KIB(512) * (1 + seed % 4), NULL);
+        OPEN(trainer, t, KIB(64), KIB(512) * (1 + seed % 4), NULL);
         for (unsigned i = 0; i < 12; i++) {
             const size_t count = 1 + (seed * 13 + i * 29) % 70;
             set_limit(&t, MIB(8 + (seed * 7 + i * 31) % 90));
@@ -223,6 +192,5 @@ Test(step_refusals, maps_and_steps_in_any_order_end_under_any_limit, .timeout = 
             cr_assert_eq(t.counted, count, "seed %u, %u: %zu of %zu samples", seed, i, t.counted,
                          count);
         }
-        close_trainer(&t);
     }
 }

@@ -1,10 +1,6 @@
 /* Owns the tests of a promise: when memory has been there for long enough, micro-batches are as
  * large as the limits allow again, and no lighter level is left in force.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "step_common.h"
 
 #define SEEDS 60
@@ -21,11 +17,6 @@ struct training {
     bool varies_without_cost;
 };
 
-static size_t below(uint64_t *random, size_t n)
-{
-    return (size_t)(script_random(random) % n);
-}
-
 static size_t sum_of(const struct training *t, size_t first, size_t count)
 {
     size_t sum = 0;
@@ -35,8 +26,7 @@ static size_t sum_of(const struct training *t, size_t first, size_t count)
 }
 
 /* Memory by the lengths of the samples, where the script's own is by their number. */
-static rebatch_status use_lengths(struct script *s, enum script_callback callback,
-                                  const rebatch_microbatch *mb)
+INSIDE(use_lengths)
 {
     const struct training *t = s->inside_user;
     if (callback != SCRIPT_FORWARD)
@@ -55,7 +45,7 @@ static uint64_t cost_of_lengths(size_t first, size_t count, void *user)
     return sum_of(s->inside_user, first, count);
 }
 
-static void open_training(struct training *t, uint64_t seed, rebatch_options *o, bool has_cost)
+static void open_training(struct training *t, uint64_t seed, rebatch_options o, bool has_cost)
 {
     uint64_t random = seed;
     size_t longest = 0;
@@ -66,11 +56,10 @@ static void open_training(struct training *t, uint64_t seed, rebatch_options *o,
             longest = t->lengths[i];
     }
     const size_t least = longest * KIB(16), most = sum_of(t, 0, t->batch) * KIB(16);
-    o->grow_after = GROW_AFTER;
-    o->grow_wait_max = GROW_WAIT_MAX;
-    rig_open(&t->rig, least + below(&random, most - least + 1) + KIB(256), o);
-    t->rig.script.inside = use_lengths;
-    t->rig.script.inside_user = t;
+    o.grow_after = GROW_AFTER;
+    o.grow_wait_max = GROW_WAIT_MAX;
+    rig_open(&t->rig, least + below(&random, most - least + 1) + KIB(256), &o);
+    script_inside(&t->rig.script, use_lengths, t);
     t->rig.cost = has_cost ? cost_of_lengths : NULL;
 }
 
@@ -88,7 +77,7 @@ static void check_regrowth(struct training *t, uint64_t seed)
 {
     rig_set_capacity(&t->rig, ENOUGH_BYTES);
     for (unsigned left = most_steps(t); left > 0; left--) {
-        cr_assert_eq(rig_step(&t->rig, t->batch), REBATCH_OK, "%s", rebatch_last_error());
+        OK(rig_step(&t->rig, t->batch));
         if (t->rig.report.microbatches == 1 && t->rig.script.level == 0)
             return;
     }
@@ -99,7 +88,7 @@ static void check_regrowth(struct training *t, uint64_t seed)
 static void run_short(struct training *t)
 {
     for (unsigned i = 0; i < SHORT_STEPS; i++)
-        cr_assert_eq(rig_step(&t->rig, t->batch), REBATCH_OK, "%s", rebatch_last_error());
+        OK(rig_step(&t->rig, t->batch));
 }
 
 static void probe(struct training *t)
@@ -109,8 +98,7 @@ static void probe(struct training *t)
     ops.cost = t->rig.cost;
     s->batch = t->batch;
     s->is_probed = true;
-    cr_assert_eq(rebatch_probe(t->rig.rb, &ops, t->batch, s, NULL, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_probe(t->rig.rb, &ops, t->batch, s, NULL, NULL));
     s->is_probed = false;
 }
 
@@ -120,7 +108,7 @@ static void run_seeds(rebatch_options options, bool has_cost, bool has_probe)
     for (uint64_t seed = 0; seed < SEEDS; seed++) {
         struct training t;
         rebatch_options o = options;
-        open_training(&t, seed, &o, has_cost);
+        open_training(&t, seed, o, has_cost);
         if (has_probe)
             probe(&t);
         run_short(&t);
@@ -161,13 +149,12 @@ Test(step_regrow, every_lighter_level_is_left)
     for (int has_cost = 0; has_cost < 2; has_cost++)
         for (uint64_t seed = 0; seed < SEEDS; seed++) {
             struct training t;
-            rebatch_options o = REBATCH_OPTIONS_INIT;
-            open_training(&t, seed, &o, has_cost);
+            open_training(&t, seed, (rebatch_options)REBATCH_OPTIONS_INIT, has_cost);
             t.rig.script.lighten_levels = 2;
             /* Out of memory whatever the size, until level 1 or 2 is in force. */
             script_fail(&t.rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->times =
                 1 + seed % 2;
-            cr_assert_eq(rig_step(&t.rig, t.batch), REBATCH_OK);
+            OK(rig_step(&t.rig, t.batch));
             cr_assert_eq(t.rig.script.level, 1 + seed % 2);
             t.rig.script.fault_count = 0;
             run_short(&t);
@@ -180,31 +167,26 @@ Test(step_regrow, every_lighter_level_is_left)
 Test(step_regrow, a_prediction_that_is_wrong_for_good_is_overruled)
 {
     for (int has_cost = 0; has_cost < 2; has_cost++) {
-        struct rig rig;
-        rebatch_options o = REBATCH_OPTIONS_INIT;
         size_t lengths[SCRIPT_SAMPLES];
-        o.grow_after = GROW_AFTER;
-        o.grow_wait_max = GROW_WAIT_MAX;
         for (size_t i = 0; i < SCRIPT_SAMPLES; i++)
             lengths[i] = 1;
-        rig_open(&rig, MIB(16), &o);
+        OPEN(rig, rig, MIB(16), &OPTIONS(.grow_after = GROW_AFTER, .grow_wait_max = GROW_WAIT_MAX));
         rig.script.lengths = has_cost ? lengths : NULL;
         rig.script.sample_bytes = MIB(1);
         rig.script.is_probed = true;
         rig.script.batch = 64;
         rig.ops.cost = has_cost ? script_cost : NULL;
         rebatch_probe_report report;
-        cr_assert_eq(rebatch_probe(rig.rb, &rig.ops, 64, &rig.script, NULL, &report), REBATCH_OK);
+        OK(rebatch_probe(rig.rb, &rig.ops, 64, &rig.script, NULL, &report));
         cr_assert_lt(report.size, 20);
         rig.script.is_probed = false;
         rig.script.sample_bytes = KIB(1);
         for (unsigned i = 0; i < 2 * GROW_WAIT_MAX; i++)
-            cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+            OK(rig_step(&rig, 64));
         for (unsigned i = 0; i < 6 * (2 * GROW_WAIT_MAX); i++)
-            cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+            OK(rig_step(&rig, 64));
         cr_assert_eq(rig.report.microbatches, 1, "with%s cost: still %u micro-batches",
                      has_cost ? "" : "out", rig.report.microbatches);
-        rig_close(&rig);
     }
 }
 
@@ -213,38 +195,28 @@ Test(step_regrow, a_prediction_that_is_wrong_for_good_is_overruled)
 Test(step_regrow, a_rest_that_ran_lighter_does_not_lift_the_limits)
 {
     static const size_t batches[] = {64, 3, 3, 64, 64};
-    struct rig rig;
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    o.micro_smallest = 4;
-    o.micro_largest = 8;
-    o.grow_after = 1;
-    rig_open(&rig, MIB(16), &o);
+    OPEN(rig, rig, MIB(16), &OPTIONS(.micro_smallest = 4, .micro_largest = 8, .grow_after = 1));
     rig.script.lighten_levels = 1;
     for (size_t i = 0; i < sizeof batches / sizeof *batches; i++) {
         rig.script.fault_count = 0;
         if (i == 1)
             script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
-        cr_assert_eq(rig_step(&rig, batches[i]), REBATCH_OK); /* which looks at every size */
+        OK(rig_step(&rig, batches[i])); /* which looks at every size */
         cr_assert_eq(rig.script.level, i == 1);
     }
     cr_assert_eq(rig.report.microbatches, 8);
-    rig_close(&rig);
 }
 
 Test(step_regrow, a_level_that_a_resumed_training_entered_is_left_when_there_is_room)
 {
-    struct rig rig;
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    o.grow_after = 1;
     cr_assert_eq(rebatch_set_lighten(NULL, 1), REBATCH_E_INVALID);
-    rig_open(&rig, MIB(16), &o);
+    OPEN(rig, rig, MIB(16), &OPTIONS(.grow_after = 1));
     rig.script.lighten_levels = 2;
     rig.script.level = 2; /* the program's own doing */
-    cr_assert_eq(rebatch_set_lighten(rig.rb, 2), REBATCH_OK);
+    OK(rebatch_set_lighten(rig.rb, 2));
     for (unsigned step = 0; step < 3; step++) {
-        cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+        OK(rig_step(&rig, 2));
         cr_assert_eq(rig.script.level, step < 2 ? 1 - step : 0);
     }
     cr_assert_eq(rig.report.lighten_level, 0);
-    rig_close(&rig);
 }

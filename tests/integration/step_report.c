@@ -1,31 +1,24 @@
 /* Owns the tests of what a step says: its report, its events, and their text.
  * Must not know more of the library than its public headers say. */
 #include <stdio.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "step_common.h"
 
 static void open_cut(struct rig *rig, size_t start)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = start;
-    options.growth = REBATCH_OFF;
-    rig_open(rig, MIB(64), &options);
+    rig_open(rig, MIB(64), &OPTIONS(.micro_start = start, .growth = REBATCH_OFF));
 }
 
 /* ---- the report ---- */
 
 Test(step_report, a_clean_step_reports_no_trouble)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
+    OPEN_WITH(open_cut, rig, rig, 8);
     rig.script.base_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 20), REBATCH_OK);
+    OK(rig_step(&rig, 20));
     const rebatch_step_report *report = &rig.report;
     cr_assert_eq(report->step, 0);
-    cr_assert_eq(report->status, REBATCH_OK);
+    OK(report->status);
     cr_assert_eq(report->microbatches, 3);
     cr_assert_eq(report->attempts, 3);
     cr_assert_eq(report->ooms, 0);
@@ -35,38 +28,33 @@ Test(step_report, a_clean_step_reports_no_trouble)
     cr_assert_eq(report->redone_samples, 0);
     cr_assert_eq(report->lost_ns, 0);
     cr_assert_eq(report->oom.asked_bytes, 0);
-    rig_close(&rig);
 }
 
 Test(step_report, the_peak_is_all_that_lived_at_once_in_this_step)
 {
-    struct rig rig;
-    open_cut(&rig, 4);
+    OPEN_WITH(open_cut, rig, rig, 4);
     void *parameters;
-    cr_assert_eq(rebatch_pool_alloc(&parameters, rebatch_get_pool(rig.rb), MIB(2), NULL, 0),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc(&parameters, rebatch_get_pool(rig.rb), MIB(2), NULL, 0));
     rig.script.sample_bytes = MIB(1);
     rig.script.late_bytes = KIB(64);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig.report.peak_bytes, MIB(2) + 4 * MIB(1) + KIB(64));
     rig.script.sample_bytes = KIB(512);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig.report.peak_bytes, MIB(2) + 4 * KIB(512) + KIB(64),
                  "the peak of an earlier step");
-    rig_close(&rig);
 }
 
 Test(step_report, ooms_are_counted_by_where_they_struck)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
+    OPEN_WITH(open_cut, rig, rig, 8);
     rig.script.base_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms, 4);
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ZERO_GRAD], 1);
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
@@ -81,32 +69,27 @@ Test(step_report, ooms_are_counted_by_where_they_struck)
     cr_assert_eq(rig.report.micro_after, 2);
     cr_assert_gt(rig.report.lost_ns, 0);
     cr_assert_lt(rig.report.lost_ns, UINT64_C(3600000000000), "more than an hour");
-    rig_close(&rig);
 }
 
 Test(step_report, the_last_oom_of_the_pool_is_in_it)
 {
-    struct rig rig;
-    open_cut(&rig, 0);
+    OPEN_WITH(open_cut, rig, rig, 0);
     rebatch_tag tag;
-    cr_assert_eq(rebatch_pool_tag(&tag, rebatch_get_pool(rig.rb), "held"), REBATCH_OK);
+    OK(rebatch_pool_tag(&tag, rebatch_get_pool(rig.rb), "held"));
     void *held;
-    cr_assert_eq(rebatch_pool_alloc(&held, rebatch_get_pool(rig.rb), MIB(60), NULL, tag),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc(&held, rebatch_get_pool(rig.rb), MIB(60), NULL, tag));
     rig.script.sample_bytes = MIB(3);
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OK(rig_step(&rig, 4));
     cr_assert_eq(rig.report.oom.asked_bytes, 2 * MIB(3), "the last one, not the first");
     cr_assert_eq(rig.report.oom.live_bytes, MIB(60));
     cr_assert_eq(rig.report.oom.device_total_bytes, MIB(64));
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    OK(rig_step(&rig, 4));
     cr_assert_eq(rig.report.oom.asked_bytes, 0);
-    rig_close(&rig);
 }
 
 Test(step_report, it_is_filled_in_on_failure_and_may_be_null)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
+    OPEN_WITH(open_cut, rig, rig, 8);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert_eq(rig.report.status, SCRIPT_STATUS);
@@ -118,23 +101,21 @@ Test(step_report, it_is_filled_in_on_failure_and_may_be_null)
     rig.script.fault_count = 0;
     rig.script.batch = 4;
     memset(rig.script.tries, 0, sizeof rig.script.tries);
-    cr_assert_eq(rebatch_step(rig.rb, &rig.ops, 4, &rig.script, NULL), REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_step(rig.rb, &rig.ops, 4, &rig.script, NULL));
 }
 
 /* ---- events ---- */
 
 Test(step_report, an_event_says_what_happened)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OPEN_WITH(open_cut, rig, rig, 8);
+    OK(rig_step(&rig, 16));
     cr_assert_str_eq(rig_events(&rig), "STEP");
     cr_assert_eq(rig.events[0].step, 0);
     cr_assert_eq(rig.events[0].level, REBATCH_LOG_DEBUG);
     cr_assert_eq(rig.events[0].batch, 16);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL)->times = 2;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_str_eq(rig_events(&rig), "SHRINK(8->4) SHRINK(4->2) STEP");
     cr_assert_eq(rig.events[2].micro_before, 8);
     cr_assert_eq(rig.events[2].micro_after, 2);
@@ -156,25 +137,21 @@ Test(step_report, an_event_says_what_happened)
     cr_assert_eq(second->first, 0);
     cr_assert_eq(second->count, 4);
     cr_assert_eq(second->redone_samples, 4);
-    rig_close(&rig);
 }
 
 Test(step_report, an_oom_beside_the_pool_has_no_asked_bytes)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
+    OPEN_WITH(open_cut, rig, rig, 8);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_str_eq(rig_events(&rig), "SHRINK(8->4) STEP");
     cr_assert_eq(rig.events[0].asked_bytes, 0);
     cr_assert_eq(rig.report.oom.asked_bytes, 0);
-    rig_close(&rig);
 }
 
 Test(step_report, outside_forward_backward_an_event_names_no_samples)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
+    OPEN_WITH(open_cut, rig, rig, 8);
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
     cr_assert_str_eq(rig_events(&rig), "TORN");
@@ -183,28 +160,23 @@ Test(step_report, outside_forward_backward_an_event_names_no_samples)
     cr_assert_eq(rig.events[0].first, 0);
     cr_assert_eq(rig.events[0].count, 0);
     cr_assert_eq(rig.events[0].redone_samples, 0);
-    rig_close(&rig);
 }
 
 Test(step_report, exhausted_is_an_event_of_level_error)
 {
-    struct rig rig;
-    open_cut(&rig, 1);
+    OPEN_WITH(open_cut, rig, rig, 1);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
     cr_assert_str_eq(rig_events(&rig), "EXHAUSTED");
     cr_assert_eq(rig.events[0].level, REBATCH_LOG_ERROR);
-    rig_close(&rig);
 }
 
 Test(step_report, a_failure_that_is_no_oom_is_no_event)
 {
-    struct rig rig;
-    open_cut(&rig, 8);
+    OPEN_WITH(open_cut, rig, rig, 8);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert_str_eq(rig_events(&rig), "");
-    rig_close(&rig);
 }
 
 struct count {
@@ -220,31 +192,27 @@ static void count_level(const rebatch_event *event, void *user)
 /* At each level: a step with an OOM, a growth, clean steps, and an exhausted one. */
 static void run_at_level(rebatch_log_level level, struct count *count)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = level;
-    options.on_event = count_level;
-    options.on_event_user = count;
-    options.grow_after = 1;
     rebatch_device *device;
     rebatch *rb;
-    struct rig rig;
+    AUTO_CLOSE(rig, rig);
     rig_open(&rig, MIB(64), NULL); /* lends its script */
     device = rig.device;
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
+    OK(rebatch_open(&rb, device,
+                    &OPTIONS(.log_level = level, .on_event = count_level, .on_event_user = count,
+                             .grow_after = 1)));
     struct script *s = &rig.script;
     s->rb = rb;
     s->batch = 8;
     script_fail(s, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rebatch_step(rb, &rig.ops, 8, s, NULL), REBATCH_OK);
+    OK(rebatch_step(rb, &rig.ops, 8, s, NULL));
     memset(s->tries, 0, sizeof s->tries);
     s->fault_count = 0;
-    cr_assert_eq(rebatch_step(rb, &rig.ops, 8, s, NULL), REBATCH_OK);
+    OK(rebatch_step(rb, &rig.ops, 8, s, NULL));
     memset(s->tries, 0, sizeof s->tries);
     script_fail(s, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL);
     cr_assert_eq(rebatch_step(rb, &rig.ops, 8, s, NULL), REBATCH_E_TORN);
     rebatch_close(rb);
     s->rb = rig.rb;
-    rig_close(&rig);
 }
 
 Test(step_report, events_above_the_log_level_are_not_reported)
@@ -279,8 +247,8 @@ static void check_line(const rebatch_event *event, const char *number, const cha
     cr_assert_eq(strlen(text), length);
     cr_assert_gt(length, 0);
     cr_assert_null(strchr(text, '\n'), "%s", text);
-    cr_assert(strstr(text, number), "%s is missing in: %s", number, text);
-    cr_assert(strstr(text, other), "%s is missing in: %s", other, text);
+    HAS(text, number);
+    HAS(text, other);
     cr_assert_eq(rebatch_event_format(NULL, 0, event), length);
     for (size_t size = 1; size <= length + 1; size++) {
         char cut[1024];
@@ -328,27 +296,22 @@ Test(step_report, an_event_is_one_line_of_text_cut_to_any_size)
 
 Test(step_report, one_sample_is_a_sample)
 {
-    struct rig rig;
     char text[512];
-    open_cut(&rig, 2);
+    OPEN_WITH(open_cut, rig, rig, 2);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL)->times = 2;
-    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+2 f2+2! f2+1~1!");
+    STEP(&rig, 4, REBATCH_E_EXHAUSTED, "z f0+2 f2+2! f2+1~1!");
     (void)rebatch_event_format(text, sizeof text, &rig.events[0]);
-    cr_assert(strstr(text, "in forward_backward, before accumulating: samples 2-3 need at least "),
-              "%s", text);
-    cr_assert(strstr(text, "; 2 samples again, "), "%s", text);
+    HAS(text, "in forward_backward, before accumulating: samples 2-3 need at least ");
+    HAS(text, "; 2 samples again, ");
     (void)rebatch_event_format(text, sizeof text, &rig.events[1]);
-    cr_assert(strstr(text, "in forward_backward, before accumulating: sample 2 needs at least "),
-              "%s", text);
+    HAS(text, "in forward_backward, before accumulating: sample 2 needs at least ");
     cr_assert(strstr(rebatch_last_error(),
                      "step 0: out of memory in forward_backward of 1 sample, "
                      "before accumulating, which needs at least ") == rebatch_last_error(),
               "%s", rebatch_last_error());
     rebatch_event event = {.kind = REBATCH_EVENT_SHRINK, .redone_samples = 1};
     (void)rebatch_event_format(text, sizeof text, &event);
-    cr_assert(strstr(text, "; 1 sample again, "), "%s", text);
-    rig_close(&rig);
+    HAS(text, "; 1 sample again, ");
 }
 
 Test(step_report, every_phase_has_its_words)

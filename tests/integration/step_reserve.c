@@ -1,8 +1,6 @@
 /* Owns the tests of updates that reserve before they begin to change parameters: none is torn,
  * whether or not a plan serves them. Must not know more of the library than its public headers say.
  */
-#include <criterion/criterion.h>
-
 #include "step_common.h"
 
 #define PAGE ((size_t)4096)
@@ -18,12 +16,6 @@ struct trainer {
     bool is_full;  /* the device has no byte more once memory is reserved */
 };
 
-static rebatch_status zero_grad(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct trainer *t = user;
@@ -34,9 +26,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 
 static void fill_device(const struct trainer *t)
 {
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(t->device, &info), REBATCH_OK);
-    cr_assert_eq(rebatch_device_set_capacity(t->device, info.used_bytes), REBATCH_OK);
+    OK(rebatch_device_set_capacity(t->device, used_bytes_of(t->device)));
 }
 
 /* Allocates all that was reserved, in pieces that depend on the seed; another one has the rest in
@@ -76,24 +66,20 @@ Test(step_reserve, an_update_that_reserves_is_never_torn, .description = "seeds 
 {
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         struct trainer t = {.seed = seed, .reserved = PAGE * (4 + seed % 40)};
-        rebatch_options options = REBATCH_OPTIONS_INIT;
         rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
         host.page_bytes = PAGE;
-        options.log_level = REBATCH_LOG_QUIET;
-        options.pool.replay = seed % 5 ? REBATCH_ON : REBATCH_OFF;
-        cr_assert_eq(rebatch_device_open_host(&t.device, 1000 * PAGE, &host), REBATCH_OK);
-        cr_assert_eq(rebatch_open(&t.rb, t.device, &options), REBATCH_OK);
+        OK(rebatch_device_open_host(&t.device, 1000 * PAGE, &host));
+        OK(rebatch_open(&t.rb, t.device,
+                        &OPTIONS(.log_level = REBATCH_LOG_QUIET,
+                                 .pool.replay = seed % 5 ? REBATCH_ON : REBATCH_OFF)));
         /* Where the pool holds much more than is in use, callbacks are planned. */
-        cr_assert_eq(rebatch_pool_reserve(rebatch_get_pool(t.rb), 500 * PAGE, NULL), REBATCH_OK);
-        const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                      .zero_grad = zero_grad,
-                                      .forward_backward = forward_backward,
-                                      .optimizer_step = optimizer_step,
-                                      .flags = REBATCH_DECLARES_MUTATION};
+        OK(rebatch_pool_reserve(rebatch_get_pool(t.rb), 500 * PAGE, NULL));
+        const rebatch_step_ops ops = OPS(nothing_to_do, forward_backward, optimizer_step,
+                                         .flags = REBATCH_DECLARES_MUTATION);
         for (int i = 0; i < STEPS; i++) {
             t.is_other = t.is_full = i == STEPS - 1;
             if (t.is_full)
-                cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(t.rb), 0, NULL), REBATCH_OK);
+                OK(rebatch_pool_trim(rebatch_get_pool(t.rb), 0, NULL));
             cr_assert_eq(rebatch_step(t.rb, &ops, 1, &t, NULL), REBATCH_OK, "seed %ju, step %d: %s",
                          (uintmax_t)seed, i, rebatch_last_error());
         }

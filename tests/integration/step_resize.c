@@ -1,13 +1,9 @@
 /* Owns the tests of resize: the buffers of a micro-batch size are made when the size changes, and
  * those of the size before are gone by then. Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "rebatch/rebatch.h"
-
-#define MIB ((size_t)1 << 20)
+#include "rig.h"
 
 /* ---- a trainer whose buffers are made by resize: two of 1 MiB a sample in all ---- */
 
@@ -64,10 +60,9 @@ static rebatch_status resize(size_t micro_batch, void *user)
     t->room = 0;
     t->made_level = t->level;
     if (t->frees) /* nor does it matter whether their memory is there still */
-        cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(t->rb), 0, NULL), REBATCH_OK);
+        OK(rebatch_pool_trim(rebatch_get_pool(t->rb), 0, NULL));
     for (size_t i = 0; i < 2 && t->frees; i++)
-        cr_assert_eq(rebatch_pool_free(rebatch_get_pool(t->rb), t->buffers[i]), REBATCH_OK, "%s",
-                     rebatch_last_error());
+        OK(rebatch_pool_free(rebatch_get_pool(t->rb), t->buffers[i]));
     for (size_t i = 0; i < 2; i++)
         if (rebatch_pool_alloc(&t->buffers[i], rebatch_get_pool(t->rb),
                                micro_batch * t->made_bytes / 2 >> t->level, NULL, 0))
@@ -105,7 +100,7 @@ static rebatch_status optimizer_step(void *user)
     check_buffers(t);
     if (t->update_bytes &&
         rebatch_pool_alloc(&block, rebatch_get_pool(t->rb), t->update_bytes, NULL, 0)) {
-        note(t, "!u", t->update_bytes / MIB);
+        note(t, "!u", t->update_bytes / MIB(1));
         return REBATCH_OOM;
     }
     rebatch_mutating(t->rb);
@@ -125,16 +120,12 @@ static rebatch_status lighten(unsigned level, void *user)
 
 static rebatch_step_ops ops_of(const struct trainer *t)
 {
-    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
-                              .zero_grad = zero_grad,
-                              .forward_backward = forward_backward,
-                              .optimizer_step = optimizer_step,
-                              .lighten = t->has_lighten ? lighten : NULL,
-                              .flags = REBATCH_DECLARES_MUTATION,
-                              .resize = resize};
+    return (rebatch_step_ops)OPS(zero_grad, forward_backward, optimizer_step,
+                                 .lighten = t->has_lighten ? lighten : NULL,
+                                 .flags = REBATCH_DECLARES_MUTATION, .resize = resize);
 }
 
-static void open_trainer(struct trainer *t, const rebatch_options *given, size_t limit_bytes)
+static void trainer_open(struct trainer *t, const rebatch_options *given, size_t limit_bytes)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;
     if (given)
@@ -142,23 +133,11 @@ static void open_trainer(struct trainer *t, const rebatch_options *given, size_t
     if (!options.grow_after)
         options.grow_after = 2;
     memset(t, 0, sizeof *t);
-    t->made_bytes = MIB;
-    cr_assert_eq(rebatch_device_open_host(&t->device, limit_bytes, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    t->made_bytes = MIB(1);
+    open_on_host(&t->device, &t->rb, limit_bytes, &options);
 }
 
-static uint64_t live_bytes(const struct trainer *t)
-{
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(t->rb)), REBATCH_OK);
-    return stats.live_bytes;
-}
-
-static void close_trainer(struct trainer *t)
-{
-    rebatch_close(t->rb);
-    rebatch_device_close(t->device);
-}
+CLOSE_BOTH(trainer)
 
 static rebatch_status run_step(struct trainer *t, size_t batch, rebatch_step_report *report)
 {
@@ -171,7 +150,7 @@ static rebatch_status run_step(struct trainer *t, size_t batch, rebatch_step_rep
 static void expect_step(struct trainer *t, size_t batch, const char *trace)
 {
     rebatch_step_report report;
-    cr_assert_eq(run_step(t, batch, &report), REBATCH_OK, "%s", rebatch_last_error());
+    OK(run_step(t, batch, &report));
     cr_expect_str_eq(t->trace, trace);
 }
 
@@ -179,283 +158,223 @@ static void expect_step(struct trainer *t, size_t batch, const char *trace)
 
 Test(step_resize, it_is_called_before_the_first_attempt_and_when_the_size_changes)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 64;
-    open_trainer(&t, &options, 80 * MIB);
+    OPEN(trainer, t, &OPTIONS(.micro_start = 64), MIB(80));
     expect_step(&t, 128, "r64 f64 f64");
     expect_step(&t, 128, "f64 f64");
-    cr_expect_eq(live_bytes(&t), 64 * MIB);
-    close_trainer(&t);
+    cr_expect_eq(live_bytes_of(t.rb), MIB(64));
 }
 
 Test(step_resize, a_rest_and_a_smaller_batch_use_the_buffers_that_are_there)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 32;
-    open_trainer(&t, &options, 80 * MIB);
+    OPEN(trainer, t, &OPTIONS(.micro_start = 32), MIB(80));
     expect_step(&t, 72, "r32 f32 f32 f8");
     expect_step(&t, 20, "f20");
     expect_step(&t, 72, "f32 f32 f8");
-    close_trainer(&t);
 }
 
 Test(step_resize, a_larger_batch_has_larger_buffers)
 {
-    struct trainer t;
-    open_trainer(&t, NULL, 80 * MIB);
+    OPEN(trainer, t, NULL, MIB(80));
     expect_step(&t, 20, "r20 f20");
     expect_step(&t, 64, "r64 f64");
     expect_step(&t, 20, "f20");
-    close_trainer(&t);
 }
 
 /* ---- memory ---- */
 
 Test(step_resize, the_buffers_of_the_old_size_are_gone_before_the_new_ones_are_made)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 64;
-    open_trainer(&t, &options, 80 * MIB);
+    OPEN(trainer, t, &OPTIONS(.micro_start = 64), MIB(80));
     expect_step(&t, 64, "r64 f64");
     t.fails = REBATCH_OOM;
     expect_step(&t, 64, "f64 r32 f32 f32");
-    cr_expect_eq(live_bytes(&t), 32 * MIB);
+    cr_expect_eq(live_bytes_of(t.rb), MIB(32));
     expect_step(&t, 64, "f32 f32");
     expect_step(&t, 64, "f32 f32");
     expect_step(&t, 64, "r64 f64"); /* 64 + 32 would be too much */
-    close_trainer(&t);
 }
 
 /* They are freed already, and the call is ignored. */
 Test(step_resize, a_free_of_the_old_buffers_is_ignored)
 {
-    struct trainer t;
-    open_trainer(&t, NULL, 80 * MIB);
+    OPEN(trainer, t, NULL, MIB(80));
     t.frees = true;
     expect_step(&t, 4, "r4 f4");
     expect_step(&t, 8, "r8 f8");
     t.fails = REBATCH_OOM;
     expect_step(&t, 8, "f8 r4 f4 f4");
-    cr_expect_eq(live_bytes(&t), 4 * MIB);
-    close_trainer(&t);
+    cr_expect_eq(live_bytes_of(t.rb), MIB(4));
 }
 
 Test(step_resize, a_resize_that_fails_is_called_for_a_smaller_size)
 {
-    struct trainer t;
     rebatch_step_report report;
-    open_trainer(&t, NULL, 40 * MIB);
-    cr_assert_eq(run_step(&t, 128, &report), REBATCH_OK, "%s", rebatch_last_error());
+    OPEN(trainer, t, NULL, MIB(40));
+    OK(run_step(&t, 128, &report));
     cr_expect_str_eq(t.trace, "r128 r64 r32 f32 f32 f32 f32");
     cr_expect_eq(report.ooms, 2);
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_RESIZE], 2);
     cr_expect_eq(report.attempts, 4);
     cr_expect_eq(report.redone_samples, 0);
-    cr_expect_eq(live_bytes(&t), 32 * MIB, "what the calls that failed allocated is taken back");
-    close_trainer(&t);
+    cr_expect_eq(live_bytes_of(t.rb), MIB(32),
+                 "what the calls that failed allocated is taken back");
 }
 
 Test(step_resize, buffers_and_attempt_together_must_fit)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 64;
-    open_trainer(&t, &options, 100 * MIB);
-    t.attempt_bytes = MIB;
+    OPEN(trainer, t, &OPTIONS(.micro_start = 64), MIB(100));
+    t.attempt_bytes = MIB(1);
     expect_step(&t, 64, "r64 !64 r32 f32 f32");
     rebatch_step_report report; /* 128 MiB are known to be too much for 100 */
     for (int i = 0; i < 8; i++) {
-        cr_assert_eq(run_step(&t, 64, &report), REBATCH_OK);
+        OK(run_step(&t, 64, &report));
         cr_expect_str_eq(t.trace, "f32 f32");
         cr_expect_eq(report.ooms, 0);
     }
-    close_trainer(&t);
 }
 
 /* What admission refuses it refuses with the buffers counted once. */
 Test(step_resize, admission_counts_the_buffers_once)
 {
-    struct trainer t;
     rebatch_step_report report;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 64;
-    open_trainer(&t, &options, 140 * MIB);
-    t.attempt_bytes = MIB;
+    OPEN(trainer, t, &OPTIONS(.micro_start = 64), MIB(140));
+    t.attempt_bytes = MIB(1);
     expect_step(&t, 128, "r64 f64 f64");
     expect_step(&t, 128, "f64 f64");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 100 * MIB), REBATCH_OK);
-    cr_assert_eq(run_step(&t, 128, &report), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(100)));
+    OK(run_step(&t, 128, &report));
     cr_expect_str_eq(t.trace, "r32 f32 f32 f32 f32");
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
     cr_expect_eq(report.ooms, 1);
-    close_trainer(&t);
 }
 
 Test(step_resize, an_update_that_needs_memory_makes_the_buffers_smaller)
 {
-    struct trainer t;
     rebatch_step_report report;
-    open_trainer(&t, NULL, 80 * MIB);
-    t.update_bytes = 30 * MIB;
-    cr_assert_eq(run_step(&t, 64, &report), REBATCH_OK, "%s", rebatch_last_error());
+    OPEN(trainer, t, NULL, MIB(80));
+    t.update_bytes = MIB(30);
+    OK(run_step(&t, 64, &report));
     cr_expect_str_eq(t.trace, "r64 f64 !u30 r32");
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
     cr_expect_eq(report.redone_samples, 0);
     expect_step(&t, 64, "f32 f32");
-    close_trainer(&t);
 }
 
 /* The buffers of 32 stand in the way of a rest of 8, which fits with smaller ones. */
 Test(step_resize, a_rest_that_does_not_fit_beside_large_buffers_has_smaller_ones)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 32;
-    options.growth = REBATCH_OFF;
-    open_trainer(&t, &options, 80 * MIB);
-    t.attempt_bytes = MIB;
+    OPEN(trainer, t, &OPTIONS(.micro_start = 32, .growth = REBATCH_OFF), MIB(80));
+    t.attempt_bytes = MIB(1);
     expect_step(&t, 32, "r32 f32");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 36 * MIB), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(36)));
     expect_step(&t, 8, "!8 r8 f8");
     expect_step(&t, 32, "r16 f16 f16");
-    close_trainer(&t);
 }
 
 /* ---- what is undone ---- */
 
 Test(step_resize, a_batch_that_runs_again_keeps_its_buffers)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 32;
-    open_trainer(&t, &options, 80 * MIB);
+    OPEN(trainer, t, &OPTIONS(.micro_start = 32), MIB(80));
     expect_step(&t, 64, "r32 f32 f32");
     t.fails = REBATCH_OOM;
     t.dirty = true;
     expect_step(&t, 64, "f32 r16 f16 f16 f16 f16");
-    close_trainer(&t);
 }
 
 Test(step_resize, a_step_that_fails_leaves_no_buffers_that_it_made)
 {
-    struct trainer t;
     rebatch_step_report report;
-    open_trainer(&t, NULL, 80 * MIB);
-    t.made_bytes = 100 * MIB;
+    OPEN(trainer, t, NULL, MIB(80));
+    t.made_bytes = MIB(100);
     cr_assert_eq(run_step(&t, 4, &report), REBATCH_E_EXHAUSTED);
     cr_expect_str_eq(t.trace, "r4 r2 r1");
-    cr_expect(strstr(rebatch_last_error(), "out of memory in resize, which needs at least 100 MiB, "
-                                           "with 80.0 MiB available"),
-              "%s", rebatch_last_error());
-    cr_expect_eq(live_bytes(&t), 0);
-    t.made_bytes = MIB;
+    SAYS("out of memory in resize, which needs at least 100 MiB, with 80.0 MiB available");
+    cr_expect_eq(live_bytes_of(t.rb), 0);
+    t.made_bytes = MIB(1);
     t.has_resized = false;
     t.fails = REBATCH_E_USER;
     cr_assert_eq(run_step(&t, 4, &report), REBATCH_E_USER);
-    cr_expect_eq(live_bytes(&t), 0);
+    cr_expect_eq(live_bytes_of(t.rb), 0);
     expect_step(&t, 4, "r1 f1 f1 f1 f1");
     t.fails = REBATCH_E_USER;
     cr_assert_eq(run_step(&t, 4, &report), REBATCH_E_USER);
-    cr_expect_eq(live_bytes(&t), MIB, "those of before are there");
+    cr_expect_eq(live_bytes_of(t.rb), MIB(1), "those of before are there");
     expect_step(&t, 4, "f1 f1 f1 f1");
-    close_trainer(&t);
 }
 
 Test(step_resize, what_it_changes_in_guarded_state_stays)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 64;
-    open_trainer(&t, &options, 80 * MIB);
-    cr_assert_eq(rebatch_guard(t.rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t.rb, &t.room, sizeof t.room, REBATCH_GUARD_HOST), REBATCH_OK);
+    OPEN(trainer, t, &OPTIONS(.micro_start = 64), MIB(80));
+    OK(rebatch_guard(t.rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST));
+    OK(rebatch_guard(t.rb, &t.room, sizeof t.room, REBATCH_GUARD_HOST));
     expect_step(&t, 64, "r64 f64");
     t.fails = REBATCH_OOM;
     expect_step(&t, 64, "f64 r32 f32 f32");
     t.fails = REBATCH_OOM;
     t.dirty = true;
-    cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(t.rb), 0, NULL), REBATCH_OK); /* no retry */
+    OK(rebatch_pool_trim(rebatch_get_pool(t.rb), 0, NULL)); /* no retry */
     expect_step(&t, 64, "f32 r16 f16 f16 f16 f16");
     t.fails = REBATCH_E_USER;
     rebatch_step_report report;
     cr_assert_eq(run_step(&t, 64, &report), REBATCH_E_USER);
     expect_step(&t, 64, "f16 f16 f16 f16");
-    close_trainer(&t);
 }
 
 Test(step_resize, a_lighter_level_has_buffers_of_its_own)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_smallest = 64;
-    options.growth = REBATCH_OFF;
-    open_trainer(&t, &options, 40 * MIB);
+    OPEN(trainer, t, &OPTIONS(.micro_smallest = 64, .growth = REBATCH_OFF), MIB(40));
     t.has_lighten = true;
     expect_step(&t, 64, "r64 l1 r64 f64");
     expect_step(&t, 64, "f64");
-    close_trainer(&t);
 }
 
 /* ---- who chooses the size ---- */
 
 Test(step_resize, a_probe_finds_the_size_and_leaves_the_session_as_it_was)
 {
-    struct trainer t;
     rebatch_probe_report report;
-    open_trainer(&t, NULL, 100 * MIB);
-    t.attempt_bytes = MIB;
+    OPEN(trainer, t, NULL, MIB(100));
+    t.attempt_bytes = MIB(1);
     const rebatch_step_ops ops = ops_of(&t);
-    cr_assert_eq(rebatch_probe(t.rb, &ops, 128, &t, NULL, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_probe(t.rb, &ops, 128, &t, NULL, &report));
     cr_expect_eq(report.size, 50);
     cr_expect_eq(report.ooms, 0, "%s", t.trace);
     rebatch_step_report step;
-    cr_assert_eq(run_step(&t, 128, &step), REBATCH_OK);
+    OK(run_step(&t, 128, &step));
     cr_expect_str_eq(t.trace, "r50 f50 f50 f28");
     cr_expect_eq(step.ooms, 0);
-    cr_assert_eq(rebatch_probe(t.rb, &ops, 128, &t, NULL, &report), REBATCH_OK);
+    OK(rebatch_probe(t.rb, &ops, 128, &t, NULL, &report));
     cr_expect_eq(report.size, 50, "the buffers of the steps before do not count");
     expect_step(&t, 128, "r50 f50 f50 f28");
-    close_trainer(&t);
 }
 
 Test(step_resize, a_session_that_learns_counts_the_buffers)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.learn = REBATCH_ON;
-    open_trainer(&t, &options, 100 * MIB);
-    t.attempt_bytes = MIB;
+    OPEN(trainer, t, &OPTIONS(.learn = REBATCH_ON), MIB(100));
+    t.attempt_bytes = MIB(1);
     rebatch_step_report report;
     for (int i = 0; i < 4; i++) {
-        cr_assert_eq(run_step(&t, 200, &report), REBATCH_OK, "%s", rebatch_last_error());
+        OK(run_step(&t, 200, &report));
         cr_expect_eq(report.ooms, 0, "step %d: %s", i, t.trace);
     }
     cr_expect_str_eq(t.trace, "f50 f50 f50 f50");
-    close_trainer(&t);
 }
 
 Test(step_resize, fit_and_growth_go_by_buffers_and_attempt)
 {
-    struct trainer t;
     rebatch_probe_report probe;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.on_oom = REBATCH_ON_OOM_FIT;
-    open_trainer(&t, &options, 100 * MIB);
-    t.attempt_bytes = MIB;
+    OPEN(trainer, t, &OPTIONS(.on_oom = REBATCH_ON_OOM_FIT), MIB(100));
+    t.attempt_bytes = MIB(1);
     const rebatch_step_ops ops = ops_of(&t);
-    cr_assert_eq(rebatch_probe(t.rb, &ops, 100, &t, NULL, &probe), REBATCH_OK);
+    OK(rebatch_probe(t.rb, &ops, 100, &t, NULL, &probe));
     expect_step(&t, 100, "r50 f50 f50");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 61 * MIB), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(61)));
     expect_step(&t, 100, "r30 f30 f30 f30 f10");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 100 * MIB), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(100)));
     expect_step(&t, 100, "f30 f30 f30 f10");
     expect_step(&t, 100, "f30 f30 f30 f10");
     expect_step(&t, 100, "r50 f50 f50");
-    close_trainer(&t);
 }
 
 /* ---- under OOMs at random ---- */
@@ -463,33 +382,29 @@ Test(step_resize, fit_and_growth_go_by_buffers_and_attempt)
 /* The callbacks look after their buffers, and after the samples. Limits from 20 to 100 MiB. */
 static void train_at_random(unsigned seed, bool learns)
 {
-    struct trainer t;
     rebatch_step_report report;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     char text[16];
     (void)snprintf(text, sizeof text, "%u", seed);
     setenv("REBATCH_RUN_SEED", text, 1);
-    options.learn = learns ? REBATCH_ON : REBATCH_OFF;
-    options.grow_after = 1;
-    open_trainer(&t, &options, 100 * MIB);
-    t.attempt_bytes = seed % 3 * MIB / 2;
-    t.update_bytes = seed % 5 * MIB;
+    OPEN(trainer, t, &OPTIONS(.learn = learns ? REBATCH_ON : REBATCH_OFF, .grow_after = 1),
+         MIB(100));
+    t.attempt_bytes = seed % 3 * MIB(1) / 2;
+    t.update_bytes = seed % 5 * MIB(1);
     t.has_lighten = seed % 2;
     for (unsigned i = 0; i < 12; i++) {
-        const size_t limit_bytes = (20 + (seed * 7 + i * 31) % 81) * MIB;
-        cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), limit_bytes), REBATCH_OK);
+        const size_t limit_bytes = (20 + (seed * 7 + i * 31) % 81) * MIB(1);
+        OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), limit_bytes));
         t.dirty = i % 2;
         const bool fails = i % 4 == 1;
         t.fails = fails ? REBATCH_OOM : REBATCH_OK;
         const rebatch_status status = run_step(&t, 1 + (seed * 13 + i * 17) % 90, &report);
-        const uint64_t live = live_bytes(&t);
+        const uint64_t live = live_bytes_of(t.rb);
         cr_assert(status == REBATCH_OK || (fails && status == REBATCH_E_EXHAUSTED),
                   "seed %u, step %u: %s: %s", seed, i, rebatch_last_error(), t.trace);
-        cr_assert(live == (t.room * MIB / 2 >> t.made_level) * 2 || (status && live == 0),
+        cr_assert(live == (t.room * MIB(1) / 2 >> t.made_level) * 2 || (status && live == 0),
                   "seed %u, step %u: %ju bytes are live: %s", seed, i, (uintmax_t)live, t.trace);
         t.has_resized &= live > 0;
     }
-    close_trainer(&t);
 }
 
 Test(step_resize, buffers_are_there_and_every_sample_counts_once_under_random_ooms)
@@ -504,37 +419,29 @@ Test(step_resize, buffers_are_there_and_every_sample_counts_once_under_random_oo
 /* The buffers hold what the limit is less; nothing asks for memory, so no OOM would tell. */
 Test(step_resize, a_lower_limit_makes_the_buffers_smaller_and_a_higher_one_larger_again)
 {
-    struct trainer t;
     rebatch_step_report report;
-    open_trainer(&t, NULL, 100 * MIB);
+    OPEN(trainer, t, NULL, MIB(100));
     expect_step(&t, 32, "r32 f32");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 20 * MIB), REBATCH_OK);
-    cr_assert_eq(run_step(&t, 32, &report), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(20)));
+    OK(run_step(&t, 32, &report));
     cr_expect_str_eq(t.trace, "r16 f16 f16");
     cr_expect_eq(report.micro_before, 32);
     cr_expect_eq(report.micro_after, 16);
     cr_expect_eq(report.ooms_in[REBATCH_PHASE_RESIZE], 1);
-    cr_expect_leq(live_bytes(&t), 20 * MIB);
+    cr_expect_leq(live_bytes_of(t.rb), MIB(20));
     for (int i = 0; i < 4; i++)
         expect_step(&t, 32, "f16 f16");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 0), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 0));
     for (int i = 0; i < 4 && t.room < 32; i++)
-        cr_assert_eq(run_step(&t, 32, &report), REBATCH_OK);
+        OK(run_step(&t, 32, &report));
     cr_expect_eq(t.room, 32);
-    close_trainer(&t);
 }
 
 /* Where nothing smaller is allowed, the step runs as it did. */
 Test(step_resize, a_limit_below_the_smallest_buffers_leaves_them)
 {
-    struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_smallest = 32;
-    open_trainer(&t, &options, 100 * MIB);
+    OPEN(trainer, t, &OPTIONS(.micro_smallest = 32), MIB(100));
     expect_step(&t, 32, "r32 f32");
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 20 * MIB), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(t.rb), MIB(20)));
     expect_step(&t, 32, "f32");
-    close_trainer(&t);
 }
-
-/* ---- what is refused ---- */

@@ -1,10 +1,5 @@
 /* Owns the rig of the step_* tests, and what holds of every step whatever happens in it.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
-#include "fault/fault_device.h"
 #include "step_common.h"
 
 /* ---- the rig ---- */
@@ -19,8 +14,8 @@ static void collect(const rebatch_event *event, void *user)
 static void open_devices(struct rig *rig, size_t capacity_bytes)
 {
     memset(rig, 0, sizeof *rig);
-    cr_assert_eq(rebatch_device_open_host(&rig->host, capacity_bytes, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&rig->device, rig->host, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&rig->host, capacity_bytes, NULL));
+    OK(rebatch_device_open_fault(&rig->device, rig->host, NULL));
 }
 
 static void open_session(struct rig *rig, const rebatch_options *options, rebatch_stream stream)
@@ -32,7 +27,7 @@ static void open_session(struct rig *rig, const rebatch_options *options, rebatc
     o->on_event_user = rig;
     if (o->log_level == REBATCH_LOG_DEFAULT)
         o->log_level = REBATCH_LOG_DEBUG;
-    cr_assert_eq(rebatch_open(&rig->rb, rig->device, o), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_open(&rig->rb, rig->device, o));
     rig->script.rb = rig->rb;
     rig->script.stream = stream;
     rig->script.device = rig->device;
@@ -52,7 +47,7 @@ void rig_open_on_stream(struct rig *rig, size_t capacity_bytes, const rebatch_op
 {
     rebatch_stream stream;
     open_devices(rig, capacity_bytes);
-    cr_assert_eq(rebatch_stream_create(&stream, rig->device), REBATCH_OK);
+    OK(rebatch_stream_create(&stream, rig->device));
     open_session(rig, options, stream);
 }
 
@@ -67,22 +62,18 @@ void rig_close(struct rig *rig)
 
 uint64_t rig_live_bytes(const struct rig *rig)
 {
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rig->rb)), REBATCH_OK);
-    return stats.live_bytes;
+    return pool_stats_of(rebatch_get_pool(rig->rb)).live_bytes;
 }
 
 size_t rig_used_bytes(const struct rig *rig)
 {
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(rig->host, &info), REBATCH_OK);
-    return info.used_bytes;
+    return used_bytes_of(rig->host);
 }
 
 void rig_set_capacity(struct rig *rig, size_t capacity_bytes)
 {
-    cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(rig->rb), 0, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_set_capacity(rig->host, capacity_bytes), REBATCH_OK);
+    OK(rebatch_pool_trim(rebatch_get_pool(rig->rb), 0, NULL));
+    OK(rebatch_device_set_capacity(rig->host, capacity_bytes));
 }
 
 void rig_fail_device(struct rig *rig, uint32_t calls, uint64_t times, rebatch_status status)
@@ -90,7 +81,7 @@ void rig_fail_device(struct rig *rig, uint32_t calls, uint64_t times, rebatch_st
     if (times)
         script_arm(&rig->script, calls, times, status);
     else
-        cr_assert_eq(rebatch_fault_arm(rig->device, NULL), REBATCH_OK);
+        OK(rebatch_fault_arm(rig->device, NULL));
 }
 
 const char *rig_events(struct rig *rig)
@@ -338,15 +329,12 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
 
 static void open_case(struct rig *rig, const struct rig_case *row)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.growth = REBATCH_OFF;
-    options.micro_start = row->micro_start;
-    options.micro_smallest = row->micro_smallest;
-    options.micro_largest = row->micro_largest;
-    options.on_oom = row->on_oom;
-    options.pool.caching = row->is_uncached ? REBATCH_OFF : REBATCH_DEFAULT;
-    options.lighten = row->never_lightens ? REBATCH_OFF : REBATCH_DEFAULT;
-    rig_open(rig, row->capacity_bytes ? row->capacity_bytes : MIB(64), &options);
+    rig_open(rig, row->capacity_bytes ? row->capacity_bytes : MIB(64),
+             &OPTIONS(.growth = REBATCH_OFF, .micro_start = row->micro_start,
+                      .micro_smallest = row->micro_smallest, .micro_largest = row->micro_largest,
+                      .on_oom = row->on_oom,
+                      .pool.caching = row->is_uncached ? REBATCH_OFF : REBATCH_DEFAULT,
+                      .lighten = row->never_lightens ? REBATCH_OFF : REBATCH_DEFAULT));
     rig->script.base_bytes = row->base_bytes;
     rig->script.sample_bytes = row->sample_bytes;
     rig->script.lighten_levels = row->lighten_levels;
@@ -368,8 +356,7 @@ static void check_text(const char *found, const char *wanted, const char *what)
 
 static void run_case(const struct rig_case *row)
 {
-    struct rig rig;
-    open_case(&rig, row);
+    OPEN_WITH(open_case, rig, rig, row);
     if (row->micro_before)
         cr_assert_eq(rebatch_get_micro(rig.rb, row->batch), row->micro_before, "%s", row->what);
     const rebatch_status status = rig_step(&rig, row->batch);
@@ -388,7 +375,6 @@ static void run_case(const struct rig_case *row)
         cr_assert_eq(rig_step(&rig, row->batch), REBATCH_OK, "%s", row->what);
         check_text(script_trace(&rig.script), row->next_trace, row->what);
     }
-    rig_close(&rig);
 }
 
 void rig_run_cases(const struct rig_case *cases, size_t count)

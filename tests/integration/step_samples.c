@@ -1,20 +1,14 @@
 /* Owns the tests of how the effective batch is cut, and of what an attempt may allocate and free.
  * Must not know more of the library than its public headers say. */
 #include <pthread.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "step_common.h"
 
 static void open_cut(struct rig *rig, size_t start, size_t smallest, size_t largest)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = start;
-    options.micro_smallest = smallest;
-    options.micro_largest = largest;
-    options.growth = REBATCH_OFF;
-    rig_open(rig, MIB(64), &options);
+    rig_open(rig, MIB(64),
+             &OPTIONS(.micro_start = start, .micro_smallest = smallest, .micro_largest = largest,
+                      .growth = REBATCH_OFF));
 }
 
 /* ---- cutting ---- */
@@ -64,26 +58,20 @@ Test(step_samples, what_fails_is_halved_down_to_the_smallest)
 
 Test(step_samples, a_batch_smaller_than_the_microbatch_is_one_microbatch)
 {
-    struct rig rig;
-    open_cut(&rig, 16, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 16, 0, 0);
     cr_assert_eq(rebatch_get_micro(rig.rb, 5), 5);
-    cr_assert_eq(rig_step(&rig, 5), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+5 u");
-    cr_assert_eq(rig_step(&rig, 1), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+1 u");
+    STEP(&rig, 5, REBATCH_OK, "z f0+5 u");
+    STEP(&rig, 1, REBATCH_OK, "z f0+1 u");
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16,
                  "a small batch changed the size for large ones");
-    rig_close(&rig);
 }
 
 Test(step_samples, every_start_size_and_batch_counts_every_sample_once)
 {
     for (size_t start = 0; start <= 64; start++) {
-        struct rig rig;
-        open_cut(&rig, start, 0, 0);
+        OPEN_WITH(open_cut, rig, rig, start, 0, 0);
         for (size_t batch = 1; batch <= 67; batch++)
-            cr_assert_eq(rig_step(&rig, batch), REBATCH_OK); /* rig_step() checks the marks */
-        rig_close(&rig);
+            OK(rig_step(&rig, batch)); /* rig_step() checks the marks */
     }
 }
 
@@ -111,10 +99,9 @@ Test(step_samples, the_attempt_number_is_how_often_the_samples_were_tried)
 
 Test(step_samples, the_step_number_counts_updates_and_begins_at_zero)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     for (uint64_t step = 0; step < 5; step++) {
-        cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+        OK(rig_step(&rig, 8));
         cr_assert_eq(rig.report.step, step);
         cr_assert_eq(rig.script.calls[1].step, step);
         cr_assert_eq(rig.script.parameters[0], step + 1);
@@ -123,23 +110,20 @@ Test(step_samples, the_step_number_counts_updates_and_begins_at_zero)
     cr_assert_eq(rig_step(&rig, 8), SCRIPT_STATUS);
     cr_assert_eq(rig.report.step, 5);
     rig.script.fault_count = 0;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig.report.step, 5);
-    rig_close(&rig);
 }
 
 Test(step_samples, sessions_on_one_device_do_not_disturb_each_other)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     rebatch *other;
-    cr_assert_eq(rebatch_open(&other, rig.device, NULL), REBATCH_OK);
+    OK(rebatch_open(&other, rig.device, NULL));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rebatch_get_micro(rig.rb, 8), 4);
     cr_assert_eq(rebatch_get_micro(other, 8), 8);
     rebatch_close(other);
-    rig_close(&rig);
 }
 
 /* ---- two threads ---- */
@@ -157,9 +141,7 @@ static void *train_there(void *user)
     struct tenant *tenant = user;
     struct script *s = &tenant->script;
     const rebatch_step_ops ops = script_ops();
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.grow_after = 2;
-    if (rebatch_open(&s->rb, tenant->device, &options) != REBATCH_OK)
+    if (rebatch_open(&s->rb, tenant->device, &OPTIONS(.grow_after = 2)) != REBATCH_OK)
         return NULL;
     for (int i = 0; i < THREAD_STEPS; i++) {
         memset(s->tries, 0, sizeof s->tries);
@@ -181,7 +163,7 @@ Test(step_samples, two_sessions_in_two_threads_share_a_device_too_small_for_both
     static struct tenant tenants[2];
     rebatch_device *device;
     pthread_t threads[2];
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(10), NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(10), NULL));
     for (size_t i = 0; i < 2; i++) {
         tenants[i].device = device;
         tenants[i].script.batch = 8;
@@ -191,9 +173,7 @@ Test(step_samples, two_sessions_in_two_threads_share_a_device_too_small_for_both
     }
     for (size_t i = 0; i < 2; i++)
         cr_assert_eq(pthread_join(threads[i], NULL), 0);
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
+    cr_assert_eq(used_bytes_of(device), 0);
     for (size_t i = 0; i < 2; i++)
         cr_assert_eq(tenants[i].done, THREAD_STEPS, "session %zu did %d steps", i, tenants[i].done);
     rebatch_device_close(device);
@@ -208,14 +188,13 @@ struct memory {
     rebatch_status late_free;
 };
 
-static rebatch_status use_memory(struct script *s, enum script_callback callback,
-                                 const rebatch_microbatch *mb)
+INSIDE(use_memory)
 {
     struct memory *memory = s->inside_user;
     if (callback != SCRIPT_FORWARD)
         return REBATCH_OK;
     if (memory->frees) {
-        cr_assert_eq(rebatch_pool_free(mb->pool, memory->block), REBATCH_OK);
+        OK(rebatch_pool_free(mb->pool, memory->block));
         memory->frees = false;
     }
     if (memory->allocates) {
@@ -227,113 +206,95 @@ static rebatch_status use_memory(struct script *s, enum script_callback callback
 
 Test(step_samples, a_block_that_a_failed_attempt_freed_is_still_there)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     struct memory memory = {.frees = true};
-    rig.script.inside = use_memory;
-    rig.script.inside_user = &memory;
+    script_inside(&rig.script, use_memory, &memory);
     rig.script.base_bytes = KIB(4); /* of the same size, so that it would take the freed block */
     rebatch_pool *pool = rebatch_get_pool(rig.rb);
-    cr_assert_eq(rebatch_pool_alloc((void **)&memory.block, pool, KIB(4), NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc((void **)&memory.block, pool, KIB(4), NULL, 0));
     memset(memory.block, 0x5a, KIB(4));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig.report.ooms, 1);
     size_t bytes;
-    cr_assert_eq(rebatch_pool_block_bytes(&bytes, pool, memory.block), REBATCH_OK);
+    OK(rebatch_pool_block_bytes(&bytes, pool, memory.block));
     cr_assert_eq(bytes, KIB(4));
     for (size_t i = 0; i < KIB(4); i++)
         cr_assert_eq(memory.block[i], 0x5a);
-    cr_assert_eq(rebatch_pool_free(pool, memory.block), REBATCH_OK);
+    OK(rebatch_pool_free(pool, memory.block));
     cr_assert_eq(rig_live_bytes(&rig), 0);
-    rig_close(&rig);
 }
 
 Test(step_samples, a_block_that_a_successful_attempt_freed_is_gone)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     struct memory memory = {.frees = true};
-    rig.script.inside = use_memory;
-    rig.script.inside_user = &memory;
+    script_inside(&rig.script, use_memory, &memory);
     rebatch_pool *pool = rebatch_get_pool(rig.rb);
-    cr_assert_eq(rebatch_pool_alloc((void **)&memory.block, pool, KIB(4), NULL, 0), REBATCH_OK);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rebatch_pool_alloc((void **)&memory.block, pool, KIB(4), NULL, 0));
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig_live_bytes(&rig), 0);
-    rig_close(&rig);
 }
 
 Test(step_samples, what_a_successful_attempt_keeps_stays)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     struct memory memory = {.allocates = true};
-    rig.script.inside = use_memory;
-    rig.script.inside_user = &memory;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    script_inside(&rig.script, use_memory, &memory);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig_live_bytes(&rig), KIB(4));
     memset(memory.block, 1, KIB(4));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    OK(rig_step(&rig, 8));
     cr_assert_eq(rig_live_bytes(&rig), KIB(4));
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(rig.rb), memory.block), REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_pool_free(rebatch_get_pool(rig.rb), memory.block));
 }
 
 Test(step_samples, a_late_free_of_what_was_taken_back_is_ignored_and_counted)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     struct memory memory = {.allocates = true};
-    rig.script.inside = use_memory;
-    rig.script.inside_user = &memory;
+    script_inside(&rig.script, use_memory, &memory);
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->times =
         SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig_live_bytes(&rig), 0);
     rebatch_pool *pool = rebatch_get_pool(rig.rb);
-    cr_assert_eq(rebatch_pool_free(pool, memory.block), REBATCH_OK);
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    OK(rebatch_pool_free(pool, memory.block));
+    const rebatch_pool_stats stats = pool_stats_of(pool);
     cr_assert_eq(stats.late_frees, 1);
     cr_assert_eq(stats.live_bytes, 0);
-    rig_close(&rig);
 }
 
 /* ---- scopes of the caller's ---- */
 
 Test(step_samples, a_step_may_run_inside_a_scope_of_the_callers)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
     rebatch_pool *pool = rebatch_get_pool(rig.rb);
     rebatch_scope scope;
     struct memory memory = {.allocates = true};
-    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
-    rig.script.inside = use_memory;
-    rig.script.inside_user = &memory;
+    OK(rebatch_scope_begin(&scope, pool));
+    script_inside(&rig.script, use_memory, &memory);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig_live_bytes(&rig), 0); /* of a micro-batch that ran again with the batch */
     memory.allocates = true;
     rig.script.fault_count = 0;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig_live_bytes(&rig), KIB(4));
-    cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK);
+    OK(rebatch_scope_rollback(pool, scope));
     cr_assert_eq(rig_live_bytes(&rig), 0);
-    rig_close(&rig);
 }
 
-static rebatch_status leave_a_scope_open(struct script *s, enum script_callback callback,
-                                         const rebatch_microbatch *mb)
+INSIDE(leave_a_scope_open)
 {
-    (void)mb;
     rebatch_scope scope;
     void *block;
     rebatch_pool *pool = rebatch_get_pool(s->rb);
     if (callback != *(enum script_callback *)s->inside_user)
         return REBATCH_OK;
-    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+    OK(rebatch_scope_begin(&scope, pool));
     return rebatch_pool_alloc(&block, pool, KIB(4), s->stream, 0);
 }
 
@@ -345,11 +306,11 @@ static void expect_no_open_scope(struct rig *rig)
     rebatch_scope scope;
     rebatch_pool_stats stats;
     void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, pool, KIB(4), NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
-    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    OK(rebatch_pool_alloc(&block, pool, KIB(4), NULL, 0));
+    OK(rebatch_scope_begin(&scope, pool));
+    OK(rebatch_pool_free(pool, block));
+    OK(rebatch_scope_commit(pool, scope));
+    OK(rebatch_pool_get_stats(&stats, pool));
     cr_assert_eq(stats.deferred_bytes, 0);
     cr_assert_eq(stats.live_bytes, live_bytes);
 }
@@ -366,11 +327,9 @@ Test(step_samples, scopes_that_a_failed_callback_left_open_are_closed)
                  {SCRIPT_UPDATE, SCRIPT_BEFORE, REBATCH_E_EXHAUSTED},
                  {SCRIPT_UPDATE, SCRIPT_WHILE, REBATCH_E_TORN}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        struct rig rig;
         enum script_callback callback = cases[i].callback;
-        open_cut(&rig, 8, 0, 0);
-        rig.script.inside = leave_a_scope_open;
-        rig.script.inside_user = &callback;
+        OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
+        script_inside(&rig.script, leave_a_scope_open, &callback);
         script_fail(&rig.script, callback, 1, cases[i].when, SCRIPT_POOL)->times = SCRIPT_FOREVER;
         cr_assert_eq(rig_step(&rig, 8), cases[i].expected);
         expect_no_open_scope(&rig);
@@ -378,33 +337,22 @@ Test(step_samples, scopes_that_a_failed_callback_left_open_are_closed)
         rig.script.inside = NULL;
         script_restore(&rig.script);
         for (int n = 0; n < 70; n++) /* more than there can be open scopes */
-            cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-        rig_close(&rig);
+            OK(rig_step(&rig, 8));
     }
 }
 
 Test(step_samples, a_scope_that_a_successful_callback_left_open_is_said)
 {
-    struct rig rig;
     enum script_callback callback = SCRIPT_FORWARD;
-    open_cut(&rig, 8, 0, 0);
-    rig.script.inside = leave_a_scope_open;
-    rig.script.inside_user = &callback;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_STATE);
-    cr_assert(strstr(rebatch_last_error(), "scope"), "%s", rebatch_last_error());
+    OPEN_WITH(open_cut, rig, rig, 8, 0, 0);
+    script_inside(&rig.script, leave_a_scope_open, &callback);
+    FAILS(rig_step(&rig, 8), REBATCH_E_STATE, "scope");
     expect_no_open_scope(&rig);
     rig.script.inside = NULL;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-    rig_close(&rig);
+    OK(rig_step(&rig, 8));
 }
 
 /* ---- sizes that no script can hold ---- */
-
-static rebatch_status zero_nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
 
 static rebatch_status see_all(const rebatch_microbatch *mb, void *user)
 {
@@ -414,17 +362,12 @@ static rebatch_status see_all(const rebatch_microbatch *mb, void *user)
 
 Test(step_samples, the_largest_batch_there_is_is_cut_without_overflow)
 {
-    struct rig rig;
-    open_cut(&rig, 0, 0, 0);
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_nothing,
-                                  .forward_backward = see_all,
-                                  .optimizer_step = zero_nothing,
-                                  .flags = REBATCH_DECLARES_MUTATION};
+    OPEN_WITH(open_cut, rig, rig, 0, 0, 0);
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, see_all, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     rebatch_microbatch seen = {0};
     cr_assert_eq(rebatch_step(rig.rb, &ops, SIZE_MAX, &seen, NULL), SCRIPT_STATUS);
     cr_assert_eq(seen.first, 0);
     cr_assert_eq(seen.count, SIZE_MAX);
     cr_assert_eq(seen.batch, SIZE_MAX);
-    rig_close(&rig);
 }

@@ -1,12 +1,10 @@
 /* Owns the tests of memory that ends with its micro-batch (REBATCH_SCOPED_MEMORY).
  * Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
-#define MIB ((size_t)1 << 20)
 #define BATCH 64
 
 /* Allocates in every call and frees nothing, but for what is older. */
@@ -28,7 +26,7 @@ static rebatch_status zero_grad(void *user)
 static void *allocate_there(void *user)
 {
     struct trainer *t = user;
-    return rebatch_pool_alloc(&t->others, rebatch_get_pool(t->rb), MIB, NULL, 0) ? t : NULL;
+    return rebatch_pool_alloc(&t->others, rebatch_get_pool(t->rb), MIB(1), NULL, 0) ? t : NULL;
 }
 
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
@@ -36,15 +34,15 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     struct trainer *t = user;
     void *memory;
     if (t->frees_late && t->last)
-        cr_assert_eq(rebatch_pool_free(mb->pool, t->last), REBATCH_OK);
+        OK(rebatch_pool_free(mb->pool, t->last));
     for (int i = 0; i < 2; i++) {
         const rebatch_status status =
-            rebatch_pool_alloc(&memory, mb->pool, mb->count * MIB / 2, mb->stream, 0);
+            rebatch_pool_alloc(&memory, mb->pool, mb->count * MIB(1) / 2, mb->stream, 0);
         if (status)
             return status;
     }
     if (t->older) {
-        cr_assert_eq(rebatch_pool_free(mb->pool, t->older), REBATCH_OK);
+        OK(rebatch_pool_free(mb->pool, t->older));
         t->older = NULL;
     }
     if (t->has_thread && !t->others) {
@@ -69,23 +67,19 @@ static rebatch_status optimizer_step(void *user)
     return REBATCH_OK;
 }
 
-static const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                     .zero_grad = zero_grad,
-                                     .forward_backward = forward_backward,
-                                     .optimizer_step = optimizer_step,
-                                     .flags = REBATCH_DECLARES_MUTATION | REBATCH_SCOPED_MEMORY};
+static const rebatch_step_ops ops = OPS(zero_grad, forward_backward, optimizer_step,
+                                        .flags = REBATCH_DECLARES_MUTATION | REBATCH_SCOPED_MEMORY);
 
 static rebatch *open_with(const char *settings)
 {
     rebatch *rb;
-    cr_assert_eq(rebatch_open_default(&rb, settings), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_open_default(&rb, settings));
     return rb;
 }
 
 static uint64_t live_bytes(const rebatch *rb)
 {
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rb)), REBATCH_OK);
+    const rebatch_pool_stats stats = pool_stats_of(rebatch_get_pool(rb));
     return stats.live_bytes + stats.deferred_bytes;
 }
 
@@ -95,8 +89,7 @@ Test(step_scoped, what_a_micro_batch_has_allocated_ends_with_it)
         rebatch_step_report report;
         struct trainer t = {.rb = open_with("device.capacity = 24MiB"), .frees_late = late};
         for (size_t step = 1; step <= 3; step++) {
-            cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK, "%s",
-                         rebatch_last_error());
+            OK(rebatch_step(t.rb, &ops, BATCH, &t, &report));
             cr_expect_eq(t.parameter, step * BATCH * (BATCH - 1) / 2);
             cr_expect_eq(live_bytes(t.rb), 0);
             cr_expect_eq(report.microbatches, 4);
@@ -110,11 +103,11 @@ Test(step_scoped, what_is_older_or_another_threads_does_not)
 {
     struct trainer t = {.rb = open_with("device.capacity = 24MiB"), .has_thread = true};
     void *kept;
-    cr_assert_eq(rebatch_pool_alloc(&kept, rebatch_get_pool(t.rb), MIB, NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&t.older, rebatch_get_pool(t.rb), MIB, NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_pool_alloc(&kept, rebatch_get_pool(t.rb), MIB(1), NULL, 0));
+    OK(rebatch_pool_alloc(&t.older, rebatch_get_pool(t.rb), MIB(1), NULL, 0));
+    OK(rebatch_step(t.rb, &ops, BATCH, &t, NULL));
     cr_expect_eq(t.parameter, BATCH * (BATCH - 1) / 2);
-    cr_expect_eq(live_bytes(t.rb), 2 * MIB, "the kept one, and the other thread's");
+    cr_expect_eq(live_bytes(t.rb), MIB(2), "the kept one, and the other thread's");
     cr_expect_eq(rebatch_pool_free(rebatch_get_pool(t.rb), kept), REBATCH_OK);
     cr_expect_eq(rebatch_pool_free(rebatch_get_pool(t.rb), t.others), REBATCH_OK);
     cr_expect_eq(live_bytes(t.rb), 0);
@@ -133,8 +126,7 @@ Test(step_scoped, a_map_may_have_it_and_nothing_else)
     struct trainer t = {.rb = open_with("device.capacity = 24MiB")};
     map.run = evaluate;
     map.flags = REBATCH_SCOPED_MEMORY;
-    cr_assert_eq(rebatch_map(t.rb, &map, BATCH, &t, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_map(t.rb, &map, BATCH, &t, &report));
     cr_expect_eq(t.sum, BATCH * (BATCH - 1) / 2);
     cr_expect_eq(live_bytes(t.rb), 0);
     map.flags = REBATCH_DECLARES_MUTATION;
@@ -152,10 +144,9 @@ Test(step_scoped, probes_and_learning_find_the_largest_size)
         rebatch_probe_report probe = {0};
         struct trainer t = {.rb = open_with(settings[i])};
         if (i == 0)
-            cr_assert_eq(rebatch_probe(t.rb, &ops, BATCH, &t, NULL, &probe), REBATCH_OK, "%s",
-                         rebatch_last_error());
+            OK(rebatch_probe(t.rb, &ops, BATCH, &t, NULL, &probe));
         for (int step = 0; step < 3; step++)
-            cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK);
+            OK(rebatch_step(t.rb, &ops, BATCH, &t, &report));
         cr_expect_eq(report.micro, 24, "%zu", report.micro);
         cr_expect_eq(report.ooms, 0);
         rebatch_close(t.rb);
@@ -164,15 +155,12 @@ Test(step_scoped, probes_and_learning_find_the_largest_size)
 
 Test(step_scoped, it_needs_memory_to_be_taken_back)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
     rebatch_device *device;
     struct trainer t = {0};
-    options.reclaim = REBATCH_OFF;
     map.run = evaluate;
     map.flags = REBATCH_SCOPED_MEMORY;
-    cr_assert_eq(rebatch_device_open_host(&device, 24 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
+    open_on_host(&device, &t.rb, MIB(24), &OPTIONS(.reclaim = REBATCH_OFF));
     cr_expect_eq(rebatch_step(t.rb, &ops, BATCH, &t, NULL), REBATCH_E_INVALID);
     cr_expect_eq(rebatch_map(t.rb, &map, BATCH, &t, NULL), REBATCH_E_INVALID);
     rebatch_close(t.rb);

@@ -1,11 +1,6 @@
 /* Owns the tests of several sessions with resize on one pool: each has buffers of its own.
  * Must not know the library's inside. */
-#include <criterion/criterion.h>
-#include <string.h>
-
-#include "rebatch/rebatch.h"
-
-#define MIB ((size_t)1 << 20)
+#include "rig.h"
 
 struct trainer {
     rebatch *rb;
@@ -23,24 +18,20 @@ static struct trainer trainers[2];
 
 static void open_sessions(void)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = REBATCH_LOG_QUIET;
-    options.grow_after = 2;
-    cr_assert_eq(rebatch_device_open_host(&device, 400 * MIB, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
-    options.existing_pool = pool;
+    OK(rebatch_device_open_host(&device, MIB(400), NULL));
+    OK(rebatch_pool_create(&pool, device, NULL));
     for (size_t i = 0; i < 2; i++) {
         trainers[i] = (struct trainer){.mark = (char)('a' + i)};
-        cr_assert_eq(rebatch_open(&trainers[i].rb, device, &options), REBATCH_OK, "%s",
-                     rebatch_last_error());
+        OK(rebatch_open(
+            &trainers[i].rb, device,
+            &OPTIONS(.log_level = REBATCH_LOG_QUIET, .grow_after = 2, .existing_pool = pool)));
     }
 }
 
 static size_t live_mib(void)
 {
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
-    return (size_t)stats.live_bytes / MIB;
+    const rebatch_pool_stats stats = pool_stats_of(pool);
+    return (size_t)stats.live_bytes / MIB(1);
 }
 
 static void close_sessions(void)
@@ -58,8 +49,8 @@ static void check_buffer(const struct trainer *t)
     size_t bytes = 0;
     cr_assert_eq(rebatch_pool_block_bytes(&bytes, pool, t->buffer), REBATCH_OK, "%c: %s", t->mark,
                  rebatch_last_error());
-    cr_assert_geq(bytes, t->room * MIB);
-    for (size_t i = 0; i < t->room * MIB; i += 4096)
+    cr_assert_geq(bytes, t->room * MIB(1));
+    for (size_t i = 0; i < t->room * MIB(1); i += 4096)
         cr_assert_eq(t->buffer[i], t->mark, "%c's buffer was overwritten", t->mark);
 }
 
@@ -68,9 +59,9 @@ static rebatch_status resize(size_t samples, void *user)
     struct trainer *const t = user;
     t->made++;
     void *block;
-    if (rebatch_pool_alloc(&block, pool, samples * MIB, NULL, 0))
+    if (rebatch_pool_alloc(&block, pool, samples * MIB(1), NULL, 0))
         return REBATCH_OOM;
-    t->buffer = memset(block, t->mark, samples * MIB);
+    t->buffer = memset(block, t->mark, samples * MIB(1));
     t->room = samples;
     return REBATCH_OK;
 }
@@ -89,7 +80,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     check_buffer(t);
     cr_assert_leq(mb->count, t->room);
     if (t->inner)
-        cr_assert_eq(step(t->inner, 8), REBATCH_OK, "%s", rebatch_last_error());
+        OK(step(t->inner, 8));
     check_buffer(t);
     const rebatch_status answer = t->answer;
     t->answer = REBATCH_OK;
@@ -108,12 +99,8 @@ static rebatch_status optimizer_step(void *user)
 
 static rebatch_status step(struct trainer *t, size_t batch)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
-                                  .flags = REBATCH_DECLARES_MUTATION,
-                                  .resize = resize};
+    const rebatch_step_ops ops = OPS(zero_grad, forward_backward, optimizer_step,
+                                     .flags = REBATCH_DECLARES_MUTATION, .resize = resize);
     return rebatch_step(t->rb, &ops, batch, t, NULL);
 }
 
@@ -121,12 +108,12 @@ Test(step_shared, sessions_on_one_pool_have_buffers_of_their_own)
 {
     open_sessions();
     for (size_t i = 0; i < 8; i++)
-        cr_assert_eq(step(&trainers[i % 2], 8), REBATCH_OK, "%s", rebatch_last_error());
+        OK(step(&trainers[i % 2], 8));
     cr_expect_eq(trainers[0].made + trainers[1].made, 2, "nothing has changed");
     cr_expect_eq(live_mib(), 16);
     for (size_t i = 0; i < 8; i++) {
         trainers[i % 2].answer = i < 2 ? REBATCH_OOM : REBATCH_OK;
-        cr_assert_eq(step(&trainers[i % 2], 8), REBATCH_OK, "%s", rebatch_last_error());
+        OK(step(&trainers[i % 2], 8));
         cr_expect_eq(live_mib(), trainers[0].room + trainers[1].room);
     }
     close_sessions();
@@ -137,12 +124,12 @@ Test(step_shared, a_step_within_a_callback_of_another_session_has_its_own)
 {
     open_sessions();
     trainers[0].inner = &trainers[1];
-    cr_assert_eq(step(&trainers[0], 8), REBATCH_OK, "%s", rebatch_last_error());
+    OK(step(&trainers[0], 8));
     trainers[0].answer = REBATCH_OOM;
-    cr_assert_eq(step(&trainers[0], 8), REBATCH_OK, "%s", rebatch_last_error());
+    OK(step(&trainers[0], 8));
     cr_expect_eq(trainers[1].made, 1);
     trainers[0].inner = NULL;
-    cr_assert_eq(step(&trainers[1], 8), REBATCH_OK, "%s", rebatch_last_error());
+    OK(step(&trainers[1], 8));
     cr_expect_eq(trainers[1].made, 1);
     cr_expect_eq(live_mib(), trainers[0].room + trainers[1].room);
     close_sessions();
@@ -161,10 +148,9 @@ Test(step_shared, a_session_that_ends_makes_room_for_another)
     cr_expect_str_eq(rebatch_last_error(), "127 sessions use existing_pool already: the most there "
                                            "are with reclaim on");
     rebatch_close(more[0]);
-    cr_assert_eq(rebatch_open(&more[0], device, &options), REBATCH_OK);
+    OK(rebatch_open(&more[0], device, &options));
     options.reclaim = REBATCH_OFF;
-    cr_assert_eq(rebatch_open(&more[count], device, &options), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_open(&more[count], device, &options));
     for (size_t i = 0; i <= count; i++)
         rebatch_close(more[i]);
     close_sessions();
@@ -181,15 +167,9 @@ static size_t give_up_kept(size_t wanted_bytes, void *user)
     (void)user;
     if (!kept)
         return 0;
-    cr_assert_eq(rebatch_pool_free(pool, kept), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_pool_free(pool, kept));
     kept = NULL;
-    return 100 * MIB;
-}
-
-static rebatch_status zero_nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
+    return MIB(100);
 }
 
 static rebatch_status use_much(const rebatch_microbatch *mb, void *user)
@@ -214,13 +194,9 @@ static rebatch_status run_inner_and_fail(const rebatch_microbatch *mb, void *use
 {
     (void)mb;
     struct trainer *const t = user;
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_nothing,
-                                  .forward_backward = use_much,
-                                  .optimizer_step = update_nothing,
-                                  .flags = REBATCH_DECLARES_MUTATION};
-    cr_assert_eq(rebatch_step(t->inner->rb, &ops, 4, t->inner, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, use_much, update_nothing, .flags = REBATCH_DECLARES_MUTATION);
+    OK(rebatch_step(t->inner->rb, &ops, 4, t->inner, NULL));
     cr_assert_null(kept, "the inner step has no memory without it");
     return REBATCH_E_USER;
 }
@@ -229,16 +205,13 @@ static rebatch_status run_inner_and_fail(const rebatch_microbatch *mb, void *use
 Test(step_shared, what_pressure_changes_within_an_inner_step_stays_in_the_outer_sessions_guards)
 {
     open_sessions();
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_nothing,
-                                  .forward_backward = run_inner_and_fail,
-                                  .optimizer_step = update_nothing,
-                                  .flags = REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, run_inner_and_fail, update_nothing, .flags = REBATCH_DECLARES_MUTATION);
     trainers[0].inner = &trainers[1];
-    wanted = 350 * MIB;
-    cr_assert_eq(rebatch_guard(trainers[0].rb, &kept, sizeof kept, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&kept, pool, 100 * MIB, NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_add_pressure(pool, give_up_kept, NULL), REBATCH_OK);
+    wanted = MIB(350);
+    OK(rebatch_guard(trainers[0].rb, &kept, sizeof kept, REBATCH_GUARD_HOST));
+    OK(rebatch_pool_alloc(&kept, pool, MIB(100), NULL, 0));
+    OK(rebatch_pool_add_pressure(pool, give_up_kept, NULL));
     cr_assert_eq(rebatch_step(trainers[0].rb, &ops, 4, &trainers[0], NULL), REBATCH_E_USER);
     cr_expect_null(kept, "the step was undone, and what the pressure callback did was not");
     close_sessions();

@@ -1,10 +1,7 @@
 /* Owns the tests of accumulators that zero_grad does not clear, and of leaving a step by the codes
  * of libraries. Must not know the library's inside. */
-#include <criterion/criterion.h>
-#include <string.h>
-
 #include "rebatch/current.h"
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
 #define SUMS 16
 #define BATCH 32
@@ -52,16 +49,13 @@ static void run(struct trainer *t, rebatch_guard_kind kind, bool fails)
     void *memory = host;
     rebatch_pool_stats before, after;
     memset(t, 0, sizeof *t);
-    cr_assert_eq(rebatch_device_open_host(&t->device, (size_t)64 << 20, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &(rebatch_options)REBATCH_OPTIONS_INIT),
-                 REBATCH_OK);
+    open_on_host(&t->device, &t->rb, (size_t)64 << 20, &(rebatch_options)REBATCH_OPTIONS_INIT);
     if (kind == REBATCH_GUARD_DEVICE)
-        cr_assert_eq(rebatch_alloc(&memory, t->rb, sizeof host), REBATCH_OK);
+        OK(rebatch_alloc(&memory, t->rb, sizeof host));
     t->sums = memset(memory, 0, sizeof host);
-    cr_assert_eq(rebatch_pool_get_stats(&before, rebatch_get_pool(t->rb)), REBATCH_OK);
-    cr_assert_eq(rebatch_guard_sums(t->rb, t->sums, sizeof host, kind), REBATCH_OK, "%s",
-                 rebatch_last_error());
-    cr_assert_eq(rebatch_pool_get_stats(&after, rebatch_get_pool(t->rb)), REBATCH_OK);
+    OK(rebatch_pool_get_stats(&before, rebatch_get_pool(t->rb)));
+    OK(rebatch_guard_sums(t->rb, t->sums, sizeof host, kind));
+    OK(rebatch_pool_get_stats(&after, rebatch_get_pool(t->rb)));
     cr_expect_eq(after.live_bytes - before.live_bytes,
                  kind == REBATCH_GUARD_DEVICE ? REBATCH_POOL_UNIT_BYTES : 0,
                  "one copy of device memory");
@@ -69,9 +63,8 @@ static void run(struct trainer *t, rebatch_guard_kind kind, bool fails)
         rebatch_step_report report;
         t->fails_before = fails && step % 3 == 1;
         t->fails_after = fails && step % 3 == 2;
-        cr_assert_eq(rebatch_step_plain(t->rb, BATCH, clear_nothing, train, update, t,
-                                        REBATCH_DECLARES_MUTATION, &report),
-                     REBATCH_OK, "%s", rebatch_last_error());
+        OK(rebatch_step_plain(t->rb, BATCH, clear_nothing, train, update, t,
+                              REBATCH_DECLARES_MUTATION, &report));
         cr_expect_eq(report.ooms, fails && step % 3 > 0);
     }
     rebatch_close(t->rb);
@@ -90,12 +83,6 @@ Test(step_sums, momentum_that_is_kept_in_the_sums_is_that_of_a_run_without_an_oo
     }
 }
 
-static rebatch_status leave_sums(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     train(mb->first, mb->count, user);
@@ -105,19 +92,14 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 Test(step_sums, a_probe_leaves_them_as_they_were)
 {
     static double host[SUMS];
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = leave_sums,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = leave_sums,
-                                  .flags = REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, forward_backward, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     struct trainer t = {.sums = host};
-    cr_assert_eq(rebatch_device_open_host(&t.device, (size_t)64 << 20, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t.rb, t.device, &(rebatch_options)REBATCH_OPTIONS_INIT), REBATCH_OK);
+    open_on_host(&t.device, &t.rb, (size_t)64 << 20, &(rebatch_options)REBATCH_OPTIONS_INIT);
     for (size_t k = 0; k < SUMS; k++)
         host[k] = (double)k;
-    cr_assert_eq(rebatch_guard_sums(t.rb, host, sizeof host, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_probe(t.rb, &ops, BATCH, &t, NULL, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_guard_sums(t.rb, host, sizeof host, REBATCH_GUARD_HOST));
+    OK(rebatch_probe(t.rb, &ops, BATCH, &t, NULL, NULL));
     for (size_t k = 0; k < SUMS; k++)
         cr_expect_eq(host[k], (double)k);
     rebatch_close(t.rb);
@@ -172,12 +154,10 @@ Test(step_escape, an_oom_of_a_library_leaves_the_step_and_no_other_code_does)
         code = &codes[i];
         left = came_back = 0;
         code->escape(code->oom); /* no session */
-        cr_assert_eq(rebatch_device_open_host(&device, (size_t)1 << 20, NULL), REBATCH_OK);
-        cr_assert_eq(rebatch_open(&rb, device, &(rebatch_options)REBATCH_OPTIONS_INIT), REBATCH_OK);
-        cr_assert_eq(rebatch_set_current(rb), REBATCH_OK);
+        open_on_host(&device, &rb, (size_t)1 << 20, &(rebatch_options)REBATCH_OPTIONS_INIT);
+        OK(rebatch_set_current(rb));
         code->escape(code->oom); /* no step */
-        cr_assert_eq(rebatch_step_plain(rb, 2, nothing, fail_once, nothing, NULL, 0, &report),
-                     REBATCH_OK, "%s", rebatch_last_error());
+        OK(rebatch_step_plain(rb, 2, nothing, fail_once, nothing, NULL, 0, &report));
         cr_expect_eq(report.ooms, 1);
         cr_expect_eq(left, 1);
         cr_expect_eq(came_back, 3);

@@ -1,9 +1,6 @@
 /* Owns the tests of threads beside a step: whose memory is taken back with an attempt, and whose is
  * not. Must not know more of the library than its public headers say. */
 #include <pthread.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "rebatch/probe.h"
 #include "step_common.h"
@@ -53,22 +50,17 @@ static unsigned char *run_beside(struct beside *beside)
 /* Two micro-batches of 8. */
 static void open_beside(struct rig *rig, struct beside *beside, bool joins)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    options.growth = REBATCH_OFF;
-    rig_open(rig, MIB(64), &options);
+    rig_open(rig, MIB(64), &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF));
     rig->script.base_bytes = MIB(1);
-    cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
+    OK(rig_step(rig, 16));
     *beside = (struct beside){.rb = rig->rb, .joins = joins, .bytes = BATCH_BYTES};
     rig->script.inside_user = beside;
 }
 
 /* A batch that is prepared beside each micro-batch takes the place of the one before it. */
-static rebatch_status use_batch(struct script *s, enum script_callback callback,
-                                const rebatch_microbatch *mb)
+INSIDE(use_batch)
 {
     struct beside *beside = s->inside_user;
-    (void)mb;
     if (callback != SCRIPT_FORWARD)
         return REBATCH_OK;
     unsigned char *const batch = beside->batch;
@@ -83,25 +75,21 @@ static rebatch_status use_batch(struct script *s, enum script_callback callback,
 
 Test(step_threads, what_other_threads_allocate_stays_when_an_attempt_is_taken_back)
 {
-    struct rig rig;
     struct beside beside;
-    open_beside(&rig, &beside, false);
+    OPEN_WITH(open_beside, rig, rig, &beside, false);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     rig.script.inside = use_batch;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_ESCAPE);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_gt(rig.report.ooms, 1);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
     size_t bytes;
-    cr_assert_eq(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), beside.batch),
-                 REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), beside.batch));
 }
 
 /* Frees a batch that another thread prepared in this attempt, and another one from before. */
-static rebatch_status consume_batches(struct script *s, enum script_callback callback,
-                                      const rebatch_microbatch *mb)
+INSIDE(consume_batches)
 {
     struct beside *beside = s->inside_user;
     if (callback != SCRIPT_FORWARD || mb->first != 0)
@@ -110,53 +98,48 @@ static rebatch_status consume_batches(struct script *s, enum script_callback cal
     if (!beside->batch)
         (void)run_beside(beside);
     cr_assert_eq(beside->batch[0], 1, "it is the same in each attempt");
-    cr_assert_eq(rebatch_pool_free(pool, beside->batch), REBATCH_OK);
+    OK(rebatch_pool_free(pool, beside->batch));
     void *other;
-    cr_assert_eq(rebatch_pool_alloc(&other, pool, BATCH_BYTES, NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc(&other, pool, BATCH_BYTES, NULL, 0));
     memset(other, 0xff, BATCH_BYTES);
     return rebatch_pool_free(pool, other);
 }
 
 Test(step_threads, a_callback_that_frees_what_another_thread_allocated_finds_it_again)
 {
-    struct rig rig;
     struct beside beside;
-    open_beside(&rig, &beside, false);
+    OPEN_WITH(open_beside, rig, rig, &beside, false);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     rig.script.inside = consume_batches;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms, 2);
     cr_assert_eq(beside.prepared, 1);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
-    rig_close(&rig);
 }
 
 Test(step_threads, what_a_thread_that_joined_allocates_is_taken_back)
 {
-    struct rig rig;
     struct beside beside;
-    open_beside(&rig, &beside, true);
+    OPEN_WITH(open_beside, rig, rig, &beside, true);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     rig.script.inside = use_batch;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert_eq(beside.prepared, 1);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
-    rig_close(&rig);
 }
 
 /* What a thread that has left again allocates stays; so does what is allocated beside no callback,
  * whoever joined. */
 Test(step_threads, joining_holds_until_the_thread_leaves)
 {
-    struct rig rig;
     struct beside beside;
-    open_beside(&rig, &beside, false);
-    cr_assert_eq(rebatch_join(rig.rb), REBATCH_OK);
-    cr_assert_eq(rebatch_join(rig.rb), REBATCH_OK);
-    cr_assert_eq(rebatch_leave(rig.rb), REBATCH_OK);
+    OPEN_WITH(open_beside, rig, rig, &beside, false);
+    OK(rebatch_join(rig.rb));
+    OK(rebatch_join(rig.rb));
+    OK(rebatch_leave(rig.rb));
     cr_assert_eq(rebatch_leave(rig.rb), REBATCH_OK, "it has left already");
     const uint64_t live_bytes = rig_live_bytes(&rig);
     beside.joins = true;
@@ -165,9 +148,8 @@ Test(step_threads, joining_holds_until_the_thread_leaves)
     beside.joins = false;
     rig.script.inside = use_batch;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
-    rig_close(&rig);
 }
 
 /* ---- what the session makes of it ---- */
@@ -183,13 +165,11 @@ static void *ask_in_vain(void *user)
 }
 
 /* Another thread's request fails, before memory beside the pool runs out for the callback. */
-static rebatch_status fail_beside(struct script *s, enum script_callback callback,
-                                  const rebatch_microbatch *mb)
+INSIDE(fail_beside)
 {
     struct beside *beside = s->inside_user;
     if (callback != SCRIPT_FORWARD || beside->prepared++ != 0)
         return REBATCH_OK;
-    (void)mb;
     beside->bytes = MIB(4000);
     (void)run_there(ask_in_vain, beside);
     return REBATCH_OOM;
@@ -197,70 +177,54 @@ static rebatch_status fail_beside(struct script *s, enum script_callback callbac
 
 Test(step_threads, an_oom_of_another_thread_is_not_the_callbacks)
 {
-    struct rig rig;
     struct beside beside;
-    open_beside(&rig, &beside, false);
+    OPEN_WITH(open_beside, rig, rig, &beside, false);
     rig.script.inside = fail_beside;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    OK(rig_step(&rig, 16));
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 f8+8 u",
                      "the cache went back to the device, and it was tried once more");
     cr_assert_eq(rig.report.oom.asked_bytes, 0);
-    rig_close(&rig);
 }
 
 /* A batch that comes beside one attempt is no part of what such an attempt needs. */
 Test(step_threads, what_others_allocate_is_not_learnt_as_a_need)
 {
-    struct rig rig;
     struct beside beside;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 32;
-    rig_open(&rig, MIB(64), &options);
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_start = 32));
     rig.script.base_bytes = MIB(36);
     beside = (struct beside){.rb = rig.rb, .bytes = MIB(24)};
     rig.script.inside_user = &beside;
-    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    OK(rig_step(&rig, 32));
     rig.script.inside = use_batch;
-    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    OK(rig_step(&rig, 32));
     rig.script.inside = NULL;
-    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    OK(rig_step(&rig, 32));
     cr_assert_eq(rig.report.ooms, 0);
     cr_assert_eq(rig.report.micro_after, 32);
-    rig_close(&rig);
 }
 
 /* What the callback has reserved stays its own: else the update would be torn. */
-static rebatch_status reserve_and_mutate(struct script *s, enum script_callback callback,
-                                         const rebatch_microbatch *mb)
+INSIDE(reserve_and_mutate)
 {
     struct beside *beside = s->inside_user;
     void *own;
-    (void)mb;
     if (callback != SCRIPT_UPDATE)
         return REBATCH_OK;
-    cr_assert_eq(rebatch_reserve(s->rb, MIB(40)), REBATCH_OK);
+    OK(rebatch_reserve(s->rb, MIB(40)));
     rebatch_mutating(s->rb);
     beside->bytes = MIB(40);
     (void)run_there(ask_in_vain, beside);
-    cr_assert_eq(rebatch_pool_alloc(&own, rebatch_get_pool(s->rb), MIB(40), NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc(&own, rebatch_get_pool(s->rb), MIB(40), NULL, 0));
     return rebatch_pool_free(rebatch_get_pool(s->rb), own);
 }
 
 Test(step_threads, what_was_reserved_is_there_whatever_others_take)
 {
-    struct rig rig;
     struct beside beside;
-    open_beside(&rig, &beside, false);
+    OPEN_WITH(open_beside, rig, rig, &beside, false);
     rig.script.inside = reserve_and_mutate;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    rig_close(&rig);
-}
-
-static rebatch_status nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
+    OK(rig_step(&rig, 16));
 }
 
 /* The pointer to another thread's batch is guarded: when it comes back to what it was, the batch is
@@ -279,25 +243,20 @@ static rebatch_status keep_pointer(const rebatch_microbatch *mb, void *user)
 
 Test(step_threads, a_probe_leaves_others_their_blocks)
 {
-    struct rig rig;
     struct beside beside;
-    const rebatch_step_ops ops = {sizeof ops, nothing, keep_pointer, nothing, NULL,
-                                  0,          NULL,    NULL,         NULL};
-    open_beside(&rig, &beside, false);
+    const rebatch_step_ops ops = OPS(nothing_to_do, keep_pointer, nothing_to_do, .flags = 0);
+    OPEN_WITH(open_beside, rig, rig, &beside, false);
     const uint64_t live_bytes = rig_live_bytes(&rig);
-    cr_assert_eq(rebatch_guard(rig.rb, &beside.kept, sizeof beside.kept, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
+    OK(rebatch_guard(rig.rb, &beside.kept, sizeof beside.kept, REBATCH_GUARD_HOST));
     rebatch_probe_report report;
-    cr_assert_eq(rebatch_probe(rig.rb, &ops, 16, &beside, NULL, &report), REBATCH_OK);
+    OK(rebatch_probe(rig.rb, &ops, 16, &beside, NULL, &report));
     cr_assert_null(beside.kept);
     cr_assert_gt(beside.prepared, 1);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
-    rig_close(&rig);
 }
 
 Test(step_threads, without_a_session_nothing_is_joined)
 {
-    cr_assert_eq(rebatch_join(NULL), REBATCH_E_INVALID);
-    cr_assert_str_eq(rebatch_last_error(), "rb is NULL");
+    FAILS_WITH(rebatch_join(NULL), REBATCH_E_INVALID, "rb is NULL");
     cr_assert_eq(rebatch_leave(NULL), REBATCH_E_INVALID);
 }
