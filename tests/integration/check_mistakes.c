@@ -3,14 +3,10 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdlib.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "check_common.h"
+#include "rig.h"
 
-#define KIB(n) ((size_t)(n) << 10)
-#define MIB(n) ((size_t)(n) << 20)
 #define PARAMETERS 8
 #define BATCH 24
 #define FEATURE_BYTES (PARAMETERS * sizeof(float))
@@ -346,8 +342,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 static float *make(struct trainer *t, size_t bytes)
 {
     void *memory;
-    cr_assert_eq(rebatch_pool_alloc(&memory, rebatch_get_pool(t->run.rb), bytes, NULL, 0),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc(&memory, rebatch_get_pool(t->run.rb), bytes, NULL, 0));
     memset(memory, 0, bytes);
     return memory;
 }
@@ -355,7 +350,7 @@ static float *make(struct trainer *t, size_t bytes)
 static void guard(struct trainer *t, void *state, size_t bytes, bool is_guarded)
 {
     if (is_guarded)
-        cr_assert_eq(rebatch_guard(t->run.rb, state, bytes, REBATCH_GUARD_HOST), REBATCH_OK);
+        OK(rebatch_guard(t->run.rb, state, bytes, REBATCH_GUARD_HOST));
 }
 
 static void guard_all(struct trainer *t)
@@ -373,7 +368,7 @@ static void watch(struct trainer *t, const char *name, void *what, size_t bytes,
 {
     const rebatch_guard_kind kind =
         what == t->gradient || what == t->weights ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
-    cr_assert_eq(rebatch_watch(t->run.rb, name, what, bytes, kind, number), REBATCH_OK);
+    OK(rebatch_watch(t->run.rb, name, what, bytes, kind, number));
 }
 
 static void watch_all(struct trainer *t)
@@ -386,25 +381,20 @@ static void watch_all(struct trainer *t)
         return;
     }
     if (is(t, WATCHES_A_NULL_POINTER))
-        cr_assert_eq(
-            rebatch_watch_at(t->run.rb, "moments", &t->nothing, FEATURE_BYTES, REBATCH_F32),
-            REBATCH_OK);
+        OK(rebatch_watch_at(t->run.rb, "moments", &t->nothing, FEATURE_BYTES, REBATCH_F32));
     watch(t, "gradient", t->gradient, FEATURE_BYTES, REBATCH_F32);
     watch(t, "loss", &t->loss, sizeof t->loss, REBATCH_F64);
     watch(t, "running mean", &t->running, sizeof t->running, REBATCH_F64);
     watch(t, "attempts", &t->attempts, sizeof t->attempts, REBATCH_BYTES);
 }
 
-static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_bytes)
+static void trainer_open(struct trainer *t, enum mistake mistake, size_t limit_bytes)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = REBATCH_LOG_QUIET;
-    options.pool.limit_bytes = limit_bytes;
     *t = (struct trainer){.mistake = mistake, .rng = 7};
-    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->run.rb, t->device, &options), REBATCH_OK, "%s",
-                 rebatch_last_error());
-    cr_assert_eq(rebatch_stream_create(&t->side, t->device), REBATCH_OK);
+    OK(rebatch_device_open_host(&t->device, MIB(64), NULL));
+    OK(rebatch_open(&t->run.rb, t->device,
+                    &OPTIONS(.log_level = REBATCH_LOG_QUIET, .pool.limit_bytes = limit_bytes)));
+    OK(rebatch_stream_create(&t->side, t->device));
     const bool is_host = is(t, WATCHES_NOTHING) || is(t, WATCHES_WEIGHTS);
     t->weights =
         is(t, UPDATES_HOST_WEIGHTS_IN_FORWARD_BACKWARD) ? t->own_weights : make(t, FEATURE_BYTES);
@@ -416,7 +406,7 @@ static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_b
     watch_all(t);
 }
 
-static void close_trainer(struct trainer *t)
+static void trainer_close(struct trainer *t)
 {
     rebatch_close(t->run.rb);
     rebatch_stream_destroy(t->device, t->side);
@@ -516,9 +506,8 @@ Test(check_mistakes, each_is_found_and_named_once)
 {
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct trainer t;
         rebatch_check_report report;
-        open_trainer(&t, cases[i].mistake, 0);
+        OPEN(trainer, t, cases[i].mistake, 0);
         const rebatch_status status = rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report);
         const rebatch_finding *finding = check_find(&report, cases[i].kind, cases[i].name);
         cr_expect(finding && strstr(finding->text, cases[i].says), "of mistake %d it says:\n%s",
@@ -530,7 +519,6 @@ Test(check_mistakes, each_is_found_and_named_once)
                      (int)cases[i].mistake, check_texts(&report));
         cr_expect_eq(status, report.status);
         cr_expect_eq(t.run.updates, 0);
-        close_trainer(&t);
     }
 }
 
@@ -539,15 +527,13 @@ Test(check_mistakes, memory_that_micro_batches_leave_is_found_in_a_batch_of_any_
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     for (size_t batch = 1; batch <= 8; batch++)
         for (int leaks = 0; leaks < 2; leaks++) {
-            struct trainer t;
             rebatch_check_report report;
-            open_trainer(&t, leaks ? LEAKS_A_BLOCK_A_MICRO_BATCH : NONE, 0);
+            OPEN(trainer, t, leaks ? LEAKS_A_BLOCK_A_MICRO_BATCH : NONE, 0);
             cr_expect_eq(rebatch_check(t.run.rb, &ops, batch, &t, NULL, &report),
                          leaks ? REBATCH_E_STATE : REBATCH_OK, "batch of %zu:\n%s", batch,
                          check_texts(&report));
             cr_expect_eq(check_find(&report, REBATCH_FINDING_LEAK, "") != NULL, leaks,
                          "batch of %zu:\n%s", batch, check_texts(&report));
-            close_trainer(&t);
         }
 }
 
@@ -555,16 +541,14 @@ Test(check_mistakes, memory_that_micro_batches_leave_is_found_in_a_batch_of_any_
 Test(check_mistakes, an_oom_that_is_swallowed_under_a_cap_is_found)
 {
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
-    struct trainer t;
     rebatch_check_report report;
-    open_trainer(&t, SWALLOWS_AN_OOM, KIB(112));
+    OPEN(trainer, t, SWALLOWS_AN_OOM, KIB(112));
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE, "%s",
                  check_texts(&report));
     const rebatch_finding *finding = check_find(&report, REBATCH_FINDING_SWALLOWED, "gradient");
     cr_expect(finding && strstr(finding->text, "fails for want of memory"), "%s",
               check_texts(&report));
     cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
-    close_trainer(&t);
 }
 
 /* A buffer that zero_grad makes in every other run is not compared, and neither is one whose
@@ -602,35 +586,20 @@ static rebatch_status sum_up(const rebatch_microbatch *mb, void *user)
     return rebatch_pool_free(mb->pool, memory);
 }
 
-static rebatch_status do_nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 Test(check_mistakes, what_comes_and_goes_and_what_is_scratch_is_no_result)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = clear_and_make,
-                                  .forward_backward = sum_up,
-                                  .optimizer_step = do_nothing,
-                                  .flags = REBATCH_DECLARES_MUTATION};
-    struct trainer t = {.mistake = NONE};
+    const rebatch_step_ops ops =
+        OPS(clear_and_make, sum_up, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
+    AUTO_CLOSE(trainer, t) = {.mistake = NONE};
     struct scratch s = {.sum = 0};
     rebatch_check_report report;
-    options.log_level = REBATCH_LOG_QUIET;
-    cr_assert_eq(rebatch_device_open_host(&t.device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t.run.rb, t.device, &options), REBATCH_OK);
+    open_on_host(&t.device, &t.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
     s.rb = t.run.rb;
     s.batch = make(&t, BATCH * sizeof *s.batch);
-    cr_assert_eq(
-        rebatch_watch(t.run.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64),
-        REBATCH_OK);
+    OK(rebatch_watch(t.run.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64));
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &s, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
-    close_trainer(&t);
 }
 
 /* Blocks of the pool that are older than the step, which zero_grad clears; the sum is compared by
@@ -668,27 +637,19 @@ static rebatch_status add_pooled(const rebatch_microbatch *mb, void *user)
 
 static rebatch_status check_pooled(rebatch_check_report *report, unsigned frees_at)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = clear_pooled,
-                                  .forward_backward = add_pooled,
-                                  .optimizer_step = do_nothing,
-                                  .flags = REBATCH_DECLARES_MUTATION};
-    rebatch_options options = REBATCH_OPTIONS_INIT;
+    const rebatch_step_ops ops =
+        OPS(clear_pooled, add_pooled, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     struct trainer t = {.mistake = NONE};
     struct pooled s = {.frees_at = frees_at};
-    options.log_level = REBATCH_LOG_QUIET;
-    cr_assert_eq(rebatch_device_open_host(&t.device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t.run.rb, t.device, &options), REBATCH_OK);
+    open_on_host(&t.device, &t.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
     s.rb = t.run.rb;
     s.sums = make(&t, 2 * FEATURE_BYTES);
     s.freed = make(&t, 4 * FEATURE_BYTES);
     s.sums[3] = s.freed[2] = 7; /* of the step before */
     (void)make(&t, 1024);       /* which nobody changes */
-    cr_assert_eq(
-        rebatch_watch(t.run.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64),
-        REBATCH_OK);
+    OK(rebatch_watch(t.run.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64));
     const rebatch_status status = rebatch_check(t.run.rb, &ops, BATCH, &s, NULL, report);
-    close_trainer(&t);
+    trainer_close(&t);
     return status;
 }
 
@@ -699,8 +660,7 @@ Test(check_mistakes, blocks_without_a_name_are_counted_and_compared_while_they_a
     cr_expect_eq(report.watched, 1);
     cr_expect_eq(report.blocks, 2);
     cr_expect_eq(report.block_bytes, 6 * FEATURE_BYTES);
-    cr_expect(strstr(check_texts(&report), "compared 1 name and 2 blocks without a name, 192 B, "),
-              "%s", check_texts(&report));
+    HAS(check_texts(&report), "compared 1 name and 2 blocks without a name, 192 B, ");
     cr_expect_eq(check_pooled(&report, 5), REBATCH_OK, "what is freed is no result: %s",
                  check_texts(&report));
 }
@@ -711,9 +671,8 @@ Test(check_mistakes, a_trainer_without_one_has_none)
     static const size_t limits[] = {0, KIB(112)};
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
-        struct trainer t;
         rebatch_check_report report;
-        open_trainer(&t, NONE, limits[i]);
+        OPEN(trainer, t, NONE, limits[i]);
         cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                      check_texts(&report));
         cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
@@ -721,6 +680,5 @@ Test(check_mistakes, a_trainer_without_one_has_none)
             cr_expect_eq(report.findings[k].kind, REBATCH_FINDING_ROUNDING, "%s",
                          check_texts(&report));
         cr_expect_eq(report.micro == BATCH, limits[i] == 0);
-        close_trainer(&t);
     }
 }

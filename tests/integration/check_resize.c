@@ -1,12 +1,8 @@
 /* Owns the tests of checks of a step with buffers that resize makes.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "check_common.h"
+#include "rig.h"
 
-#define MIB(n) ((size_t)(n) << 20)
 #define BATCH 24
 #define BUFFERS 3
 
@@ -67,16 +63,12 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 static rebatch_status check(rebatch_check_report *report, bool forgets)
 {
     static struct trainer t;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
-    options.log_level = REBATCH_LOG_QUIET;
     ops.resize = resize;
     t = (struct trainer){.forgets = forgets};
-    cr_assert_eq(rebatch_device_open_host(&t.device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t.run.rb, t.device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_watch(t.run.rb, "gradient", &t.gradient, sizeof t.gradient,
-                               REBATCH_GUARD_HOST, REBATCH_F64),
-                 REBATCH_OK);
+    open_on_host(&t.device, &t.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+    OK(rebatch_watch(t.run.rb, "gradient", &t.gradient, sizeof t.gradient, REBATCH_GUARD_HOST,
+                     REBATCH_F64));
     const rebatch_status status = rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, report);
     rebatch_close(t.run.rb);
     rebatch_device_close(t.device);

@@ -3,13 +3,10 @@
  * public headers say. */
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "check_common.h"
+#include "rig.h"
 
-#define MIB(n) ((size_t)(n) << 20)
 #define BATCH 32
 #define INPUTS 24
 #define HIDDEN 32
@@ -256,8 +253,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 
 static void watch(struct net *n, const char *name, void *what, size_t bytes, rebatch_number number)
 {
-    cr_assert_eq(rebatch_watch(n->run.rb, name, what, bytes, REBATCH_GUARD_HOST, number),
-                 REBATCH_OK);
+    OK(rebatch_watch(n->run.rb, name, what, bytes, REBATCH_GUARD_HOST, number));
 }
 
 static void fill(struct net *n, uint64_t seed)
@@ -289,15 +285,12 @@ static rebatch_status check_trial(rebatch_check_report *report, const struct tri
     rebatch_check_options of_check = REBATCH_CHECK_OPTIONS_INIT;
     of_check.tolerance = trial->tolerance;
     static struct net n;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = REBATCH_LOG_QUIET;
     rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     if (mistake == OWN_WEIGHTS)
         ops.flags |= REBATCH_OWN_WEIGHTS;
     n = (struct net){.precision = precision, .mistake = mistake, .decay = trial->decay};
     fill(&n, trial->seed);
-    cr_assert_eq(rebatch_device_open_host(&n.device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&n.run.rb, n.device, &options), REBATCH_OK);
+    open_on_host(&n.device, &n.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
     if (precision == BFLOAT16) {
         watch(&n, "w1", n.b1, sizeof n.b1, REBATCH_BF16);
         watch(&n, "w2", n.b2, sizeof n.b2, REBATCH_BF16);

@@ -2,16 +2,12 @@
  * program that is checked as it is.
  * Must not know more of the library than its public headers say. */
 #include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <criterion/criterion.h>
-
 #include "check_common.h"
+#include "rig.h"
 
-#define KIB(n) ((size_t)(n) << 10)
-#define MIB(n) ((size_t)(n) << 20)
 #define PARAMETERS 8
 #define BATCH 24
 
@@ -93,38 +89,29 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     return status ? status : rebatch_pool_free(mb->pool, hidden);
 }
 
-static void open_trainer(struct trainer *t, enum mistake mistake, const rebatch_options *options)
+static void trainer_open(struct trainer *t, enum mistake mistake, const rebatch_options *options)
 {
     rebatch_options o = options ? *options : (rebatch_options)REBATCH_OPTIONS_INIT;
     void *gradient;
     *t = (struct trainer){.mistake = mistake, .rng = 7};
     o.log_level = REBATCH_LOG_DEBUG;
-    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->run.rb, t->device, &o), REBATCH_OK, "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_pool_alloc(&gradient, rebatch_get_pool(t->run.rb),
-                                    PARAMETERS * sizeof *t->gradient, NULL, 0),
-                 REBATCH_OK);
+    open_on_host(&t->device, &t->run.rb, MIB(64), &o);
+    OK(rebatch_pool_alloc(&gradient, rebatch_get_pool(t->run.rb), PARAMETERS * sizeof *t->gradient,
+                          NULL, 0));
     t->gradient = gradient;
     memset(gradient, 0, PARAMETERS * sizeof *t->gradient);
     if (mistake != RNG_IS_NOT_GUARDED)
-        cr_assert_eq(rebatch_guard(t->run.rb, &t->rng, sizeof t->rng, REBATCH_GUARD_HOST),
-                     REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->run.rb, &t->running, sizeof t->running, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->run.rb, &t->kept, sizeof t->kept, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
-    cr_assert_eq(rebatch_watch(t->run.rb, "gradient", t->gradient, PARAMETERS * sizeof *t->gradient,
-                               REBATCH_GUARD_DEVICE, REBATCH_F32),
-                 REBATCH_OK);
-    cr_assert_eq(
-        rebatch_watch(t->run.rb, "loss", &t->loss, sizeof t->loss, REBATCH_GUARD_HOST, REBATCH_F64),
-        REBATCH_OK);
-    cr_assert_eq(rebatch_watch(t->run.rb, "running mean", &t->running, sizeof t->running,
-                               REBATCH_GUARD_HOST, REBATCH_F32),
-                 REBATCH_OK);
+        OK(rebatch_guard(t->run.rb, &t->rng, sizeof t->rng, REBATCH_GUARD_HOST));
+    OK(rebatch_guard(t->run.rb, &t->running, sizeof t->running, REBATCH_GUARD_HOST));
+    OK(rebatch_guard(t->run.rb, &t->kept, sizeof t->kept, REBATCH_GUARD_HOST));
+    OK(rebatch_watch(t->run.rb, "gradient", t->gradient, PARAMETERS * sizeof *t->gradient,
+                     REBATCH_GUARD_DEVICE, REBATCH_F32));
+    OK(rebatch_watch(t->run.rb, "loss", &t->loss, sizeof t->loss, REBATCH_GUARD_HOST, REBATCH_F64));
+    OK(rebatch_watch(t->run.rb, "running mean", &t->running, sizeof t->running, REBATCH_GUARD_HOST,
+                     REBATCH_F32));
 }
 
-static void close_trainer(struct trainer *t)
+static void trainer_close(struct trainer *t)
 {
     rebatch_close(t->run.rb);
     rebatch_device_close(t->device);
@@ -135,26 +122,25 @@ Test(check_step, what_may_be_as_it_should_be_is_a_note)
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     struct trainer t;
     rebatch_check_report report;
-    open_trainer(&t, NO_WEIGHT, NULL);
+    trainer_open(&t, NO_WEIGHT, NULL);
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
     const rebatch_finding *finding = check_find(&report, REBATCH_FINDING_WEIGHT, "");
     cr_expect(finding && !finding->is_mistake, "%s", check_texts(&report));
-    close_trainer(&t);
-    open_trainer(&t, COPES_WITH_AN_OOM, NULL);
+    trainer_close(&t);
+    trainer_open(&t, COPES_WITH_AN_OOM, NULL);
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
     finding = check_find(&report, REBATCH_FINDING_COPED, "");
     cr_expect(finding && !finding->is_mistake, "%s", check_texts(&report));
     cr_expect_gt(t.retries, 0);
-    close_trainer(&t);
+    trainer_close(&t);
 }
 
 /* ---- no mistakes ---- */
 
 static void check_is_clean(const rebatch_options *options, const rebatch_step_ops *ops)
 {
-    struct trainer t;
     rebatch_check_report report;
-    open_trainer(&t, NONE, options);
+    OPEN(trainer, t, NONE, options);
     cr_expect_eq(rebatch_check(t.run.rb, ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
@@ -162,7 +148,6 @@ static void check_is_clean(const rebatch_options *options, const rebatch_step_op
     cr_expect_eq(report.micro, rebatch_get_micro(t.run.rb, BATCH));
     cr_expect_eq(report.ooms, report.allocations);
     cr_expect_lt(report.micro_smallest, report.micro);
-    close_trainer(&t);
 }
 
 static uint64_t cost(size_t first, size_t count, void *user)
@@ -194,33 +179,24 @@ Test(check_step, a_correct_step_has_no_findings)
 Test(check_step, more_samples_than_fit_are_checked_at_the_size_that_fits)
 {
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    struct trainer t;
     rebatch_check_report report;
-    options.pool.limit_bytes = KIB(64);
-    open_trainer(&t, NONE, &options);
+    OPEN(trainer, t, NONE, &OPTIONS(.pool.limit_bytes = KIB(64)));
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
     cr_expect_lt(report.micro, BATCH);
     cr_expect_gt(report.ooms, 0);
-    close_trainer(&t);
 }
 
 Test(check_step, where_nothing_fits_it_says_so)
 {
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    struct trainer t;
     rebatch_check_report report;
     void *rest;
-    options.pool.limit_bytes = KIB(64);
-    open_trainer(&t, NONE, &options);
-    cr_assert_eq(rebatch_pool_alloc(&rest, rebatch_get_pool(t.run.rb), KIB(60), NULL, 0),
-                 REBATCH_OK);
+    OPEN(trainer, t, NONE, &OPTIONS(.pool.limit_bytes = KIB(64)));
+    OK(rebatch_pool_alloc(&rest, rebatch_get_pool(t.run.rb), KIB(60), NULL, 0));
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_EXHAUSTED, "%s",
                  check_texts(&report));
-    close_trainer(&t);
 }
 
 Test(check_step, it_leaves_the_session_and_what_is_watched_as_they_were)
@@ -229,51 +205,49 @@ Test(check_step, it_leaves_the_session_and_what_is_watched_as_they_were)
     struct trainer t, alone;
     rebatch_step_report report;
     rebatch_pool_stats before, after;
-    open_trainer(&t, NONE, NULL);
-    open_trainer(&alone, NONE, NULL);
-    cr_assert_eq(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_step(alone.run.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
+    trainer_open(&t, NONE, NULL);
+    trainer_open(&alone, NONE, NULL);
+    OK(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL));
+    OK(rebatch_step(alone.run.rb, &ops, BATCH, &alone, NULL));
     (void)rebatch_pool_get_stats(&before, rebatch_get_pool(t.run.rb));
     const float gradient = t.gradient[3], running = t.running;
     const uint64_t rng = t.rng;
-    cr_assert_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, NULL), REBATCH_OK);
+    OK(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, NULL));
     (void)rebatch_pool_get_stats(&after, rebatch_get_pool(t.run.rb));
     cr_assert_eq(after.live_bytes, before.live_bytes);
     cr_assert_eq(t.gradient[3], gradient);
     cr_assert_eq(t.running, running);
     cr_assert_eq(t.rng, rng);
-    cr_assert_eq(rebatch_step(t.run.rb, &ops, BATCH, &t, &report), REBATCH_OK);
-    cr_assert_eq(rebatch_step(alone.run.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
+    OK(rebatch_step(t.run.rb, &ops, BATCH, &t, &report));
+    OK(rebatch_step(alone.run.rb, &ops, BATCH, &alone, NULL));
     cr_assert_eq(report.step, 1);
     cr_assert_eq(report.micro_before, BATCH);
     cr_assert_eq(report.ooms, 0);
     cr_assert_eq(memcmp(t.gradient, alone.gradient, PARAMETERS * sizeof *t.gradient), 0);
     cr_assert_eq(t.run.updates, 2);
-    close_trainer(&t);
-    close_trainer(&alone);
+    trainer_close(&t);
+    trainer_close(&alone);
 }
 
 Test(check_step, bounds_hold_and_nothing_watched_is_said)
 {
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
-    struct trainer t;
     rebatch_check_report report;
-    open_trainer(&t, NONE, NULL);
+    OPEN(trainer, t, NONE, NULL);
     options.most_ooms = 2;
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, &options, &report), REBATCH_OK);
     cr_expect_eq(report.ooms, 2);
     cr_expect_eq(report.allocations, 3);
     rebatch_close(t.run.rb);
-    cr_assert_eq(rebatch_open(&t.run.rb, t.device, NULL), REBATCH_OK);
+    OK(rebatch_open(&t.run.rb, t.device, NULL));
     t.kept = NULL;
-    cr_assert_eq(rebatch_guard(t.run.rb, &t.kept, sizeof t.kept, REBATCH_GUARD_HOST), REBATCH_OK);
+    OK(rebatch_guard(t.run.rb, &t.kept, sizeof t.kept, REBATCH_GUARD_HOST));
     float own[PARAMETERS];
     t.gradient = own;
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE);
     cr_expect_not_null(check_find(&report, REBATCH_FINDING_UNCOMPARED, ""), "%s",
                        check_texts(&report));
-    close_trainer(&t);
 }
 
 /* Every 50th sample that it sees is not dropped. */
@@ -298,9 +272,8 @@ static rebatch_status drop_all(const rebatch_microbatch *mb, void *user)
 Test(check_step, a_batch_of_which_dropout_drops_all_is_no_mistake)
 {
     rebatch_step_ops ops = check_step_ops(zero_grad, drop_most);
-    struct trainer t;
     rebatch_check_report report;
-    open_trainer(&t, NONE, NULL);
+    OPEN(trainer, t, NONE, NULL);
     cr_expect_eq(rebatch_check(t.run.rb, &ops, 2, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     const rebatch_finding *found = check_find(&report, REBATCH_FINDING_UNWATCHED, "");
@@ -310,7 +283,6 @@ Test(check_step, a_batch_of_which_dropout_drops_all_is_no_mistake)
     cr_expect_eq(rebatch_check(t.run.rb, &ops, 2, &t, NULL, &report), REBATCH_E_STATE);
     cr_expect_not_null(check_find(&report, REBATCH_FINDING_UNCOMPARED, ""), "%s",
                        check_texts(&report));
-    close_trainer(&t);
 }
 
 Test(check_step, what_it_refuses)
@@ -318,8 +290,7 @@ Test(check_step, what_it_refuses)
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
     rebatch_check_report report;
-    struct trainer t;
-    open_trainer(&t, NONE, NULL);
+    OPEN(trainer, t, NONE, NULL);
     cr_expect_eq(rebatch_check(NULL, &ops, BATCH, &t, NULL, &report), REBATCH_E_INVALID);
     cr_expect_eq(report.status, REBATCH_E_INVALID);
     cr_expect_eq(rebatch_check(t.run.rb, &ops, 0, &t, NULL, NULL), REBATCH_E_INVALID);
@@ -331,33 +302,23 @@ Test(check_step, what_it_refuses)
                  REBATCH_E_INVALID);
     cr_expect_eq(rebatch_watch(t.run.rb, "x", &t.loss, 8, (rebatch_guard_kind)3, REBATCH_F64),
                  REBATCH_E_INVALID);
-    close_trainer(&t);
 }
 
 /* ---- a program as it is ---- */
 
-/* Trains under REBATCH_CHECK=1, and gives what it prints and its exit status. */
+static void train_under_check(void *user)
+{
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    struct trainer t;
+    (void)setenv("REBATCH_CHECK", "1", 1);
+    trainer_open(&t, *(const enum mistake *)user, NULL);
+    _exit(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL) ? 98 : 99);
+}
+
+/* What it prints, and its exit status. */
 static int check_as_it_is(enum mistake mistake, char *text, size_t size)
 {
-    int ends[2], status;
-    cr_assert_eq(pipe(ends), 0);
-    const pid_t child = fork();
-    if (child == 0) {
-        const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
-        struct trainer t;
-        (void)dup2(ends[1], STDOUT_FILENO);
-        (void)setenv("REBATCH_CHECK", "1", 1);
-        open_trainer(&t, mistake, NULL);
-        _exit(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL) ? 98 : 99);
-    }
-    (void)close(ends[1]);
-    size_t length = 0;
-    for (ssize_t got;
-         length + 1 < size && (got = read(ends[0], text + length, size - length - 1)) > 0;)
-        length += (size_t)got;
-    text[length] = '\0';
-    (void)close(ends[0]);
-    cr_assert_eq(waitpid(child, &status, 0), child);
+    const int status = output_of(train_under_check, &mistake, STDOUT_FILENO, text, size);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
@@ -368,5 +329,5 @@ Test(check_step, a_program_is_checked_as_it_is_and_ends)
     cr_assert(strncmp(text, "no mistakes: ", 13) == 0, "%s", text);
     cr_assert_eq(check_as_it_is(RNG_IS_NOT_GUARDED, text, sizeof text), 4, "%s", text);
     cr_assert(strncmp(text, "not_repeatable  \"gradient\"", 26) == 0, "%s", text);
-    cr_assert(strstr(text, "1 mistake: "), "%s", text);
+    HAS(text, "1 mistake: ");
 }

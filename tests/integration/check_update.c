@@ -1,14 +1,11 @@
 /* Owns the tests of what a check finds in optimizer_step, and of what it leaves.
  * Must not know more of the library than its public headers say. */
 #include <signal.h>
-#include <string.h>
 #include <unistd.h>
 
-#include <criterion/criterion.h>
-
 #include "check_common.h"
+#include "rig.h"
 
-#define MIB(n) ((size_t)(n) << 20)
 #define BATCH 12
 #define PARAMETERS 8
 #define BYTES (PARAMETERS * sizeof(float))
@@ -109,22 +106,16 @@ static rebatch_status optimizer_step(void *user)
     return scale ? rebatch_pool_free(rebatch_get_pool(t->rb), scale) : REBATCH_OK;
 }
 
-static void open_trainer(struct trainer *t, enum mistake mistake)
+static void trainer_open(struct trainer *t, enum mistake mistake)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.log_level = REBATCH_LOG_QUIET;
     *t = (struct trainer){.mistake = mistake};
-    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
-    cr_assert_eq(make(t, &t->weights), REBATCH_OK);
+    open_on_host(&t->device, &t->rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+    OK(make(t, &t->weights));
     for (size_t p = 0; p < PARAMETERS; p++)
         t->weights[p] = check_input(3, p);
     if (mistake != MOMENTS_ARE_NOT_GUARDED)
-        cr_assert_eq(rebatch_guard(t->rb, &t->moments, sizeof t->moments, REBATCH_GUARD_HOST),
-                     REBATCH_OK);
-    cr_assert_eq(
-        rebatch_watch(t->rb, "gradient", t->gradient, BYTES, REBATCH_GUARD_HOST, REBATCH_F32),
-        REBATCH_OK);
+        OK(rebatch_guard(t->rb, &t->moments, sizeof t->moments, REBATCH_GUARD_HOST));
+    OK(rebatch_watch(t->rb, "gradient", t->gradient, BYTES, REBATCH_GUARD_HOST, REBATCH_F32));
 }
 
 static rebatch_status check(struct trainer *t, rebatch_check_report *report)
@@ -134,11 +125,7 @@ static rebatch_status check(struct trainer *t, rebatch_check_report *report)
     return rebatch_check(t->rb, &ops, BATCH, t, NULL, report);
 }
 
-static void close_trainer(struct trainer *t)
-{
-    rebatch_close(t->rb);
-    rebatch_device_close(t->device);
-}
+CLOSE_BOTH(trainer)
 
 static const struct {
     enum mistake mistake;
@@ -158,15 +145,13 @@ static const struct {
 Test(check_update, mistakes_of_optimizer_step_are_found)
 {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct trainer t;
         rebatch_check_report report;
-        open_trainer(&t, cases[i].mistake);
+        OPEN(trainer, t, cases[i].mistake);
         cr_expect_eq(check(&t, &report), REBATCH_E_STATE, "%s", check_texts(&report));
         const rebatch_finding *const found = check_find(&report, cases[i].kind, cases[i].name);
         cr_expect(found && strstr(found->text, cases[i].says), "of mistake %d it says:\n%s",
                   (int)cases[i].mistake, check_texts(&report));
         cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
-        close_trainer(&t);
     }
 }
 
@@ -175,21 +160,18 @@ Test(check_update, a_check_of_optimizer_step_leaves_the_program_as_it_was)
 {
     static const enum mistake right[] = {NONE, COPES_WITH_AN_OOM};
     for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
-        struct trainer t;
         rebatch_check_report report;
-        open_trainer(&t, right[i]);
+        OPEN(trainer, t, right[i]);
         cr_expect_eq(check(&t, &report), REBATCH_OK, "%s", check_texts(&report));
         cr_expect_null(report.not_looked_at, "%s", report.not_looked_at);
         cr_expect_eq(report.update_allocations, 2);
         cr_expect_eq(report.update_ooms, 2, "%s", check_texts(&report));
         cr_expect_eq(report.updates, 5);
-        cr_expect(strstr(check_texts(&report), "at 2 of 2 of optimizer_step, "), "%s",
-                  check_texts(&report));
+        HAS(check_texts(&report), "at 2 of 2 of optimizer_step, ");
         cr_expect_eq(t.updates, 0);
         cr_expect_null(t.moments);
         for (size_t p = 0; p < PARAMETERS; p++)
             cr_expect_float_eq(t.weights[p], check_input(3, p), 0);
-        close_trainer(&t);
     }
 }
 
@@ -199,8 +181,7 @@ static void expect_not_looked_at(struct trainer *t, const char *why)
     cr_expect_eq(check(t, &report), REBATCH_OK, "%s", check_texts(&report));
     cr_expect(report.not_looked_at && strstr(report.not_looked_at, why), "%s",
               check_texts(&report));
-    cr_expect(strstr(check_texts(&report), "\nnot looked at   optimizer_step, "), "%s",
-              check_texts(&report));
+    HAS(check_texts(&report), "\nnot looked at   optimizer_step, ");
     cr_expect_eq(report.update_ooms, 0);
 }
 
@@ -208,12 +189,12 @@ Test(check_update, where_optimizer_step_was_not_looked_at_the_report_says_so)
 {
     struct trainer t;
     rebatch_stream stream;
-    open_trainer(&t, DRAWS_NUMBERS);
+    trainer_open(&t, DRAWS_NUMBERS);
     expect_not_looked_at(&t, "something else when they run again");
-    close_trainer(&t);
-    open_trainer(&t, NONE);
-    cr_assert_eq(rebatch_stream_create(&stream, t.device), REBATCH_OK);
+    trainer_close(&t);
+    trainer_open(&t, NONE);
+    OK(rebatch_stream_create(&stream, t.device));
     expect_not_looked_at(&t, "neither a GPU nor streams are copied with it");
     rebatch_stream_destroy(t.device, stream);
-    close_trainer(&t);
+    trainer_close(&t);
 }

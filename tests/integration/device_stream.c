@@ -3,14 +3,11 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
-#include <string.h>
 #include <time.h>
-
-#include <criterion/criterion.h>
 
 #include "device/device.h"
 #include "fault/fault_device.h"
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
 #define CAPACITY_BYTES ((size_t)1 << 20)
 #define BLOCK_BYTES ((size_t)64 << 10)
@@ -18,14 +15,14 @@
 static rebatch_device *open_device(void)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, CAPACITY_BYTES, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, CAPACITY_BYTES, NULL));
     return device;
 }
 
 static rebatch_stream make_stream(rebatch_device *device)
 {
     rebatch_stream stream;
-    cr_assert_eq(rebatch_stream_create(&stream, device), REBATCH_OK);
+    OK(rebatch_stream_create(&stream, device));
     cr_assert_not_null(stream);
     return stream;
 }
@@ -33,7 +30,7 @@ static rebatch_stream make_stream(rebatch_device *device)
 static void enqueue(rebatch_device *device, rebatch_stream stream, void (*function)(void *),
                     void *user)
 {
-    cr_assert_eq(rebatch_stream_call(device, stream, function, user), REBATCH_OK);
+    OK(rebatch_stream_call(device, stream, function, user));
 }
 
 static void wait_for(void *user)
@@ -88,7 +85,7 @@ Test(device_stream, work_on_a_stream_runs_in_order)
             enqueue(device, streams[s], check_number, &calls[s][i]);
         }
     for (size_t s = 0; s < 3; s++) {
-        cr_assert_eq(rebatch_stream_synchronize(device, streams[s]), REBATCH_OK);
+        OK(rebatch_stream_synchronize(device, streams[s]));
         cr_assert_eq(orders[s].seen, CALLS);
         cr_assert(!orders[s].wrong, "stream %zu", s);
         rebatch_stream_destroy(device, streams[s]);
@@ -102,11 +99,11 @@ Test(device_stream, calls_copies_and_fills_keep_one_order)
     rebatch_stream stream = make_stream(device);
     static unsigned char a[4096], b[4096], c[4096];
     for (int round = 1; round <= 50; round++) {
-        cr_assert_eq(rebatch_fill(device, a, (uint8_t)round, sizeof a, stream), REBATCH_OK);
-        cr_assert_eq(rebatch_copy(device, b, a, sizeof a, stream), REBATCH_OK);
-        cr_assert_eq(rebatch_fill(device, a, 0, sizeof a, stream), REBATCH_OK);
-        cr_assert_eq(rebatch_copy(device, c, b, sizeof b, stream), REBATCH_OK);
-        cr_assert_eq(rebatch_stream_synchronize(device, stream), REBATCH_OK);
+        OK(rebatch_fill(device, a, (uint8_t)round, sizeof a, stream));
+        OK(rebatch_copy(device, b, a, sizeof a, stream));
+        OK(rebatch_fill(device, a, 0, sizeof a, stream));
+        OK(rebatch_copy(device, c, b, sizeof b, stream));
+        OK(rebatch_stream_synchronize(device, stream));
         for (size_t i = 0; i < sizeof a; i++)
             cr_assert(a[i] == 0 && b[i] == round && c[i] == round);
     }
@@ -126,8 +123,8 @@ Test(device_stream, streams_run_beside_each_other)
     enqueue(device, a, post, &second);
     enqueue(device, b, post, &first);
     enqueue(device, b, wait_for, &second);
-    cr_assert_eq(rebatch_stream_synchronize(device, a), REBATCH_OK);
-    cr_assert_eq(rebatch_stream_synchronize(device, b), REBATCH_OK);
+    OK(rebatch_stream_synchronize(device, a));
+    OK(rebatch_stream_synchronize(device, b));
     rebatch_stream_destroy(device, a);
     rebatch_stream_destroy(device, b);
     rebatch_device_close(device);
@@ -146,11 +143,11 @@ Test(device_stream, the_default_stream_has_run_when_the_call_returns)
     cr_assert_eq(atomic_load(&flag), 1);
     unsigned char a[16] = {0};
     unsigned char b[16] = {0};
-    cr_assert_eq(rebatch_fill(device, a, 9, sizeof a, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_copy(device, b, a, sizeof a, NULL), REBATCH_OK);
+    OK(rebatch_fill(device, a, 9, sizeof a, NULL));
+    OK(rebatch_copy(device, b, a, sizeof a, NULL));
     cr_assert_eq(a[15], 9);
     cr_assert_eq(memcmp(a, b, sizeof a), 0);
-    cr_assert_eq(rebatch_stream_synchronize(device, NULL), REBATCH_OK);
+    OK(rebatch_stream_synchronize(device, NULL));
     rebatch_device_close(device);
 }
 
@@ -184,15 +181,15 @@ Test(device_stream, the_whole_device_is_waited_for)
     atomic_int flags[2] = {0};
     for (size_t i = 0; i < 2; i++)
         enqueue(device, streams[i], set_flag_late, &flags[i]);
-    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK);
+    OK(rbi_device_synchronize(device));
     cr_assert(atomic_load(&flags[0]) && atomic_load(&flags[1]));
     for (size_t i = 0; i < 2; i++)
         rebatch_stream_destroy(device, streams[i]);
-    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK);
+    OK(rbi_device_synchronize(device));
     rebatch_device_close(device);
 
-    cr_assert_eq(rebatch_device_open_dry(&device, CAPACITY_BYTES, BLOCK_BYTES), REBATCH_OK);
-    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK); /* nothing ever lags there */
+    OK(rebatch_device_open_dry(&device, CAPACITY_BYTES, BLOCK_BYTES));
+    OK(rbi_device_synchronize(device)); /* nothing ever lags there */
     rebatch_device_close(device);
 }
 
@@ -226,14 +223,14 @@ Test(device_stream, a_freed_block_is_not_another_streams_before_its_work_is_done
     rebatch_stream a = make_stream(device);
     rebatch_stream b = make_stream(device);
     rebatch_pool *pool;
-    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    OK(rebatch_pool_create(&pool, device, NULL));
     struct late_use use = {0};
     void *other;
     cr_assert_eq(sem_init(&use.gate, 0, 0), 0);
-    cr_assert_eq(rebatch_pool_alloc((void **)&use.block, pool, BLOCK_BYTES, a, 0), REBATCH_OK);
+    OK(rebatch_pool_alloc((void **)&use.block, pool, BLOCK_BYTES, a, 0));
     enqueue(device, a, use_behind_gate, &use);
-    cr_assert_eq(rebatch_pool_free(pool, use.block), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&other, pool, BLOCK_BYTES, b, 0), REBATCH_OK);
+    OK(rebatch_pool_free(pool, use.block));
+    OK(rebatch_pool_alloc(&other, pool, BLOCK_BYTES, b, 0));
     cr_assert_neq(other, use.block, "stream b got a block that stream a still writes to");
     cr_assert_eq(sem_post(&use.gate), 0);
     rebatch_pool_destroy(pool);
@@ -246,21 +243,20 @@ Test(device_stream, a_freed_block_is_not_another_streams_before_its_work_is_done
 static void wait_for_the_only_block(bool by_use_on)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, BLOCK_BYTES, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, BLOCK_BYTES, NULL));
     rebatch_stream a = make_stream(device);
     rebatch_stream b = make_stream(device);
     rebatch_pool *pool;
-    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    OK(rebatch_pool_create(&pool, device, NULL));
     struct late_use use = {0};
     void *other;
     pthread_t thread;
     cr_assert_eq(sem_init(&use.gate, 0, 0), 0);
-    cr_assert_eq(rebatch_pool_alloc((void **)&use.block, pool, BLOCK_BYTES, by_use_on ? b : a, 0),
-                 REBATCH_OK);
+    OK(rebatch_pool_alloc((void **)&use.block, pool, BLOCK_BYTES, by_use_on ? b : a, 0));
     if (by_use_on)
-        cr_assert_eq(rebatch_pool_use_on(pool, use.block, a), REBATCH_OK);
+        OK(rebatch_pool_use_on(pool, use.block, a));
     enqueue(device, a, use_behind_gate, &use);
-    cr_assert_eq(rebatch_pool_free(pool, use.block), REBATCH_OK);
+    OK(rebatch_pool_free(pool, use.block));
     cr_assert_eq(pthread_create(&thread, NULL, open_gate_later, &use), 0);
     cr_assert_eq(rebatch_pool_alloc(&other, pool, BLOCK_BYTES, b, 0), REBATCH_OK,
                  "it should wait for the free of stream a: %s", rebatch_last_error());
@@ -293,8 +289,7 @@ static void refuse_stream(rebatch_device *device, rebatch_stream stream)
 {
     unsigned char a[16], b[16];
     rebatch_clear_error();
-    cr_assert_eq(rebatch_stream_call(device, stream, do_nothing, NULL), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "stream"), "%s", rebatch_last_error());
+    FAILS(rebatch_stream_call(device, stream, do_nothing, NULL), REBATCH_E_INVALID, "stream");
     cr_assert_eq(rebatch_stream_synchronize(device, stream), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_copy(device, a, b, sizeof a, stream), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_fill(device, a, 0, sizeof a, stream), REBATCH_E_INVALID);
@@ -306,11 +301,11 @@ Test(device_stream, a_stream_of_another_device_is_refused)
     rebatch_device *device = open_device();
     rebatch_device *other = open_device();
     rebatch_device *fault;
-    cr_assert_eq(rebatch_device_open_fault(&fault, device, NULL), REBATCH_OK);
+    OK(rebatch_device_open_fault(&fault, device, NULL));
     rebatch_stream stream = make_stream(other);
     refuse_stream(device, stream);
     refuse_stream(fault, stream);
-    cr_assert_eq(rebatch_stream_synchronize(other, stream), REBATCH_OK);
+    OK(rebatch_stream_synchronize(other, stream));
     rebatch_stream_destroy(other, stream);
     refuse_stream(other, stream); /* no longer */
     rebatch_device_close(fault);
@@ -323,14 +318,13 @@ Test(device_stream, ranges_that_overlap_are_refused)
     rebatch_device *device = open_device();
     unsigned char buffer[64];
     rebatch_clear_error();
-    cr_assert_eq(rebatch_copy(device, buffer, buffer, 8, NULL), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "overlap"), "%s", rebatch_last_error());
+    FAILS(rebatch_copy(device, buffer, buffer, 8, NULL), REBATCH_E_INVALID, "overlap");
     cr_assert_eq(rebatch_copy(device, buffer, buffer + 7, 8, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_copy(device, buffer + 7, buffer, 8, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_fill(device, buffer, 3, 8, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_copy(device, buffer + 8, buffer, 8, NULL), REBATCH_OK);
+    OK(rebatch_fill(device, buffer, 3, 8, NULL));
+    OK(rebatch_copy(device, buffer + 8, buffer, 8, NULL));
     cr_assert_eq(buffer[15], 3);
-    cr_assert_eq(rebatch_copy(device, buffer, buffer + 8, 8, NULL), REBATCH_OK);
+    OK(rebatch_copy(device, buffer, buffer + 8, 8, NULL));
     rebatch_device_close(device);
 }
 
@@ -339,9 +333,8 @@ Test(device_stream, ranges_beyond_the_last_address_are_refused)
     rebatch_device *device = open_device();
     unsigned char buffer[64];
     rebatch_clear_error();
-    cr_assert_eq(rebatch_fill(device, buffer, 0, SIZE_MAX, NULL), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "end beyond the last address"), "%s",
-              rebatch_last_error());
+    FAILS(rebatch_fill(device, buffer, 0, SIZE_MAX, NULL), REBATCH_E_INVALID,
+          "end beyond the last address");
     cr_assert_eq(rebatch_copy(device, buffer, (void *)(UINTPTR_MAX - 8), 64, NULL),
                  REBATCH_E_INVALID);
     cr_assert_eq(rebatch_copy(device, (void *)(UINTPTR_MAX - 8), buffer, 64, NULL),
@@ -355,15 +348,12 @@ Test(device_stream, null_is_refused_where_there_are_bytes)
     unsigned char buffer[8];
     rebatch_stream stream = (rebatch_stream)buffer;
     rebatch_clear_error();
-    cr_assert_eq(rebatch_copy(device, NULL, buffer, 8, NULL), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "to"), "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_copy(device, buffer, NULL, 8, NULL), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "from"), "%s", rebatch_last_error());
+    FAILS(rebatch_copy(device, NULL, buffer, 8, NULL), REBATCH_E_INVALID, "to");
+    FAILS(rebatch_copy(device, buffer, NULL, 8, NULL), REBATCH_E_INVALID, "from");
     cr_assert_eq(rebatch_fill(device, NULL, 0, 8, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_copy(device, NULL, NULL, 0, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_fill(device, NULL, 0, 0, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_stream_call(device, NULL, NULL, NULL), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "function"), "%s", rebatch_last_error());
+    OK(rebatch_copy(device, NULL, NULL, 0, NULL));
+    OK(rebatch_fill(device, NULL, 0, 0, NULL));
+    FAILS(rebatch_stream_call(device, NULL, NULL, NULL), REBATCH_E_INVALID, "function");
     cr_assert_eq(rebatch_stream_create(NULL, device), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_stream_create(&stream, NULL), REBATCH_E_INVALID);
     cr_assert_null(stream);

@@ -1,13 +1,10 @@
 /* Owns the tests that less memory at the price of time changes no bit: activations that are
  * computed again, and moments in pinned host memory.
  * Must not know private headers of the library. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "gpt_common.h"
+#include "rig.h"
 
 TestSuite(gpt_lighten);
 
@@ -20,12 +17,10 @@ static void lighten(const struct run *run, unsigned level)
 static void run_at(char text[GPT_HASH_TEXT_BYTES], const struct run_options *options,
                    unsigned level, size_t steps)
 {
-    struct run run;
-    run_open(&run, options);
+    OPEN(run, run, options);
     lighten(&run, level);
     run_steps(&run, steps);
     run_hash(&run, text);
-    run_close(&run);
 }
 
 Test(gpt_lighten, no_level_changes_a_bit, .description = "seed 1, 3 steps of 16")
@@ -81,27 +76,23 @@ Test(gpt_lighten, each_level_needs_less, .description = "seed 1, 2 steps of 16")
     const struct run_options options = tiny_run();
     uint64_t before = UINT64_MAX;
     for (unsigned level = 0; level <= GPT_LIGHTEN_MOST; level++) {
-        struct run run;
         rebatch_step_report report;
-        run_open(&run, &options);
+        OPEN(run, run, &options);
         lighten(&run, level);
         run_steps(&run, 1);
         ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));
         cr_assert_lt(report.peak_bytes, before, "level %u: %llu bytes", level,
                      (unsigned long long)report.peak_bytes);
         before = report.peak_bytes;
-        run_close(&run);
     }
 }
 
 Test(gpt_lighten, a_level_that_is_none_is_refused)
 {
     const struct run_options options = tiny_run();
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_ERROR(gpt_trainer_ops()->lighten(4, run.trainer), REBATCH_E_UNSUPPORTED,
                  "lighten level is 4: expected 0 to 3");
-    run_close(&run);
 }
 
 /* ---- through OOMs ---- */
@@ -263,9 +254,8 @@ Test(gpt_lighten, the_formula_says_what_a_step_holds, .description = "seed 1, 2 
         for (options.micro = 1; options.micro <= 16; options.micro += 5) {
             const struct gpt_memory memory = gpt_train_memory(&options.train, level);
             const uint64_t least = memory.persistent_bytes + options.micro * memory.sample_bytes;
-            struct run run;
             rebatch_step_report report;
-            run_open(&run, &options);
+            OPEN(run, run, &options);
             lighten(&run, level);
             run_steps(&run, 1);
             ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));
@@ -273,6 +263,5 @@ Test(gpt_lighten, the_formula_says_what_a_step_holds, .description = "seed 1, 2 
                           report.peak_bytes < least + blocks * REBATCH_POOL_UNIT_BYTES,
                       "level %u, micro-batch %zu: %llu bytes, formula %llu", level, options.micro,
                       (unsigned long long)report.peak_bytes, (unsigned long long)least);
-            run_close(&run);
         }
 }

@@ -101,9 +101,7 @@ void run_hash(struct run *run, char text[GPT_HASH_TEXT_BYTES])
 
 void run_whole(char text[GPT_HASH_TEXT_BYTES], const struct run_options *options, size_t steps)
 {
-    struct run run;
-    run_open(&run, options);
+    OPEN(run, run, options);
     run_steps(&run, steps);
     run_hash(&run, text);
-    run_close(&run);
 }

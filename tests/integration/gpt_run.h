@@ -8,6 +8,7 @@
 #include "gpt/error.h"
 #include "gpt/train.h"
 #include "rebatch/rebatch.h"
+#include "rig.h"
 
 #define ASSERT_OK(call)                                                                            \
     do {                                                                                           \

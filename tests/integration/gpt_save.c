@@ -9,13 +9,10 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <criterion/criterion.h>
 
 #include "gpt/error.h"
 #include "integration/gpt_common.h"
@@ -47,18 +44,15 @@ TestSuite(gpt_save, .init = enter, .fini = leave);
 
 static void save_after(const struct run_options *options, size_t steps)
 {
-    struct run run;
-    run_open(&run, options);
+    OPEN(run, run, options);
     run_steps(&run, steps);
     ASSERT_OK(gpt_trainer_save(run.trainer, file));
-    run_close(&run);
 }
 
 static void resume(char hash[GPT_HASH_TEXT_BYTES], const struct run_options *options, size_t steps)
 {
-    struct run run;
     rebatch_step_report report;
-    run_open(&run, options);
+    OPEN(run, run, options);
     ASSERT_OK(gpt_trainer_load(run.trainer, file));
     for (size_t i = 0; i < steps; i++) {
         const uint64_t number = run.trainer->loss_count;
@@ -66,7 +60,6 @@ static void resume(char hash[GPT_HASH_TEXT_BYTES], const struct run_options *opt
         cr_assert_eq(report.step, number, "the session goes on counting");
     }
     run_hash(&run, hash);
-    run_close(&run);
 }
 
 Test(gpt_save, a_resumed_run_has_the_bits_of_one_that_never_stopped)
@@ -189,8 +182,7 @@ Test(gpt_save, loading_into_a_run_that_went_on_puts_it_back)
     char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
     struct run_options options = tiny_run();
     for (size_t before = 0; before < 2; before++) {
-        struct run run;
-        run_open(&run, &options);
+        OPEN(run, run, &options);
         run_steps(&run, before);
         ASSERT_OK(gpt_trainer_save(run.trainer, file));
         run_steps(&run, 2);
@@ -202,7 +194,6 @@ Test(gpt_save, loading_into_a_run_that_went_on_puts_it_back)
         run_hash(&run, hash);
         cr_assert_str_eq(hash, reference);
         cr_assert_eq(run.trainer->samples_seen, (before + 2) * options.train.batch);
-        run_close(&run);
     }
 }
 
@@ -247,11 +238,9 @@ static void expect_refused(struct run *run, const char *path, rebatch_status sta
 
 static void expect_other_settings_refused(const struct run_options *options, const char *words)
 {
-    struct run run;
-    run_open(&run, options);
+    OPEN(run, run, options);
     run_steps(&run, 1);
     expect_refused(&run, file, REBATCH_E_INVALID, words);
-    run_close(&run);
 }
 
 Test(gpt_save, another_shape_or_setting_is_refused_by_name)
@@ -282,15 +271,13 @@ Test(gpt_save, another_text_is_refused)
     for (int i = 0; i < 1000; i++)
         (void)fprintf(text, "another text, line %d\n", i);
     cr_assert_eq(fclose(text), 0);
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     struct gpt_data *ours = run.data, *theirs;
     ASSERT_OK(gpt_data_open(&theirs, other, options.train.config.length));
     run.trainer->data = theirs;
     expect_refused(&run, file, REBATCH_E_INVALID, "another text");
     run.trainer->data = ours;
     gpt_data_close(theirs);
-    run_close(&run);
 }
 
 Test(gpt_save, without_room_for_the_moments_nothing_changes)
@@ -312,8 +299,7 @@ Test(gpt_save, what_is_no_saved_training_is_refused)
 {
     struct run_options options = tiny_run();
     struct gpt_train_options saved;
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 1);
     expect_refused(&run, file, REBATCH_E_IO, "cannot be opened: No such file or directory");
     expect_refused(&run, "README.md", REBATCH_E_PARSE, "is no saved training");
@@ -324,15 +310,13 @@ Test(gpt_save, what_is_no_saved_training_is_refused)
                  "is no saved training");
     ASSERT_ERROR(gpt_trainer_save(run.trainer, "/nowhere/state"), REBATCH_E_IO,
                  "/nowhere/state.new cannot be made");
-    run_close(&run);
 }
 
 Test(gpt_save, only_a_regular_file_is_replaced)
 {
     struct run_options options = tiny_run();
-    struct run run;
     struct stat about;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 1);
     cr_assert_eq(mkfifo(file, 0600), 0);
     ASSERT_ERROR(gpt_save_check_path(file), REBATCH_E_IO, "is no regular file");
@@ -340,7 +324,6 @@ Test(gpt_save, only_a_regular_file_is_replaced)
     cr_assert_eq(stat(file, &about), 0);
     cr_assert(S_ISFIFO(about.st_mode));
     ASSERT_ERROR(gpt_trainer_save(run.trainer, folder), REBATCH_E_IO, "is no regular file");
-    run_close(&run);
 }
 
 /* ---- damage ---- */
@@ -513,10 +496,9 @@ Test(gpt_save, where_the_text_is_from_comes_back)
     struct run_options options = tiny_run();
     const size_t length = options.train.config.length;
     struct gpt_data *theirs;
-    struct run run;
     char path[PATH_MAX], here[PATH_MAX];
     cr_assert_not_null(realpath(".", here));
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(gpt_data_open_default(&theirs, ".", length));
     expect_source(&run, theirs, here, true);
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -526,7 +508,6 @@ Test(gpt_save, where_the_text_is_from_comes_back)
         expect_source(&run, theirs, path, false);
         cr_assert_eq(unlink(path), 0);
     }
-    run_close(&run);
 }
 
 Test(gpt_save, a_wrong_line_of_where_the_text_is_from_is_refused)
@@ -534,10 +515,9 @@ Test(gpt_save, a_wrong_line_of_where_the_text_is_from_is_refused)
     static const char *const lines[] = {"\ndta=", "\ndata%", "\ndatax"};
     static const char *const ends[] = {"%", "%2", "%0a", "%00"};
     struct run_options options = tiny_run();
-    struct run run;
     size_t count;
     save_after(&options, 0);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     for (size_t i = 0; i < 3 + 4; i++) {
         uint8_t *end, *bytes = read_whole(&count, file);
         uint8_t *line = find_line(&end, bytes, count, "\ndata=");
@@ -549,7 +529,6 @@ Test(gpt_save, a_wrong_line_of_where_the_text_is_from_is_refused)
         expect_refused(&run, other, REBATCH_E_PARSE, "has no line of where its text is from");
         free(bytes);
     }
-    run_close(&run);
 }
 
 /* ---- interrupted while saving ---- */
@@ -613,27 +592,23 @@ static int wait_for(pid_t child)
 static void expect_hash_of_file(const struct run_options *options, const char *path,
                                 const char hashes[][GPT_HASH_TEXT_BYTES], size_t most)
 {
-    struct run run;
     char hash[GPT_HASH_TEXT_BYTES];
-    run_open(&run, options);
+    OPEN(run, run, options);
     ASSERT_OK(gpt_trainer_load(run.trainer, path));
     cr_assert_leq(run.trainer->loss_count, most);
     run_hash(&run, hash);
     cr_assert_str_eq(hash, hashes[run.trainer->loss_count]);
-    run_close(&run);
 }
 
 static void hash_every_step(char hashes[][GPT_HASH_TEXT_BYTES], const struct run_options *options,
                             size_t steps)
 {
-    struct run run;
-    run_open(&run, options);
+    OPEN(run, run, options);
     for (size_t i = 0; i <= steps; i++) {
         run_hash(&run, hashes[i]);
         if (i < steps)
             run_steps(&run, 1);
     }
-    run_close(&run);
 }
 
 Test(gpt_save, a_process_that_dies_while_it_writes_leaves_the_old_file)

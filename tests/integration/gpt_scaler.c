@@ -2,13 +2,11 @@
  * are made infinite on purpose. Must not know private headers of the library. */
 #include <float.h>
 #include <math.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "gpt_common.h"
+#include "rig.h"
 
 TestSuite(gpt_scaler, .fini = release_arrays);
 
@@ -158,9 +156,8 @@ Test(gpt_scaler, an_infinity_skips_the_update_and_halves_the_scale, .description
     struct run_options options = scaled_run();
     char hash[GPT_HASH_TEXT_BYTES], other[GPT_HASH_TEXT_BYTES];
     struct gpt_step_result result = {0};
-    struct run run;
     size_t count;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 2);
     for (size_t i = 0; i < 3; i++) {
         const float *before = parameters_of(&run, &count);
@@ -184,29 +181,25 @@ Test(gpt_scaler, an_infinity_skips_the_update_and_halves_the_scale, .description
     cr_assert_not(result.skipped);
     cr_assert_eq(run.trainer->updates, 3);
     assert_state(&run.trainer->scaler, 8192.0f, 1);
-    run_close(&run);
 }
 
 /* Without a scaler nobody looks, as in fp32 and bf16: the loss tells. */
 Test(gpt_scaler, without_a_scale_nothing_is_skipped, .description = "seed 1")
 {
     struct run_options options = scaled_run();
-    struct run run;
     struct gpt_step_result result;
     options.train.loss_scale = 0.0f;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     is_struck = true;
     ASSERT_OK(gpt_trainer_step(run.trainer, NULL, &result));
     cr_assert_not(result.skipped);
     cr_assert_eq(run.trainer->updates, 1);
-    run_close(&run);
 }
 
 Test(gpt_scaler, it_grows_in_training_after_two_thousand, .description = "seed 1")
 {
     const struct run_options options = scaled_run();
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 1);
     run.trainer->scaler.good = 1998;
     run_steps(&run, 1);
@@ -215,7 +208,6 @@ Test(gpt_scaler, it_grows_in_training_after_two_thousand, .description = "seed 1
     assert_state(&run.trainer->scaler, 131072.0f, 0);
     run_steps(&run, 1);
     assert_state(&run.trainer->scaler, 131072.0f, 1);
-    run_close(&run);
 }
 
 /* As if gradients overflowed with any scale above 1024: the first updates are skipped, and then it
@@ -223,9 +215,8 @@ Test(gpt_scaler, it_grows_in_training_after_two_thousand, .description = "seed 1
 Test(gpt_scaler, a_scale_that_is_too_large_comes_down_by_itself, .description = "seed 1")
 {
     struct run_options options = scaled_run();
-    struct run run;
     options.train.learning_rate = 1e-2f;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     for (int i = 0; i < 20; i++) {
         is_struck = run.trainer->scaler.scale > 1024.0f;
         run_steps(&run, 1);
@@ -234,7 +225,6 @@ Test(gpt_scaler, a_scale_that_is_too_large_comes_down_by_itself, .description = 
     assert_state(&run.trainer->scaler, 1024.0f, 14);
     cr_assert_eq(run.trainer->updates, 14);
     cr_assert_lt(run.trainer->losses[19], run.trainer->losses[0]);
-    run_close(&run);
 }
 
 /* ---- under OOMs ---- */
@@ -244,12 +234,11 @@ static void run_struck(char hash[GPT_HASH_TEXT_BYTES], uint64_t *allocations, ui
 {
     struct run_options options = scaled_run();
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    struct run run;
     options.train.batch = 4;
     options.train.config.length = 8;
     options.uncached = true;
     plan.nth = nth;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(rebatch_fault_arm(run.device, &plan));
     for (int i = 0; i < 3; i++) {
         is_struck = i == 1;
@@ -260,7 +249,6 @@ static void run_struck(char hash[GPT_HASH_TEXT_BYTES], uint64_t *allocations, ui
     assert_state(&run.trainer->scaler, 32768.0f, 1);
     cr_assert_eq(run.trainer->updates, 2);
     run_hash(&run, hash);
-    run_close(&run);
 }
 
 Test(gpt_scaler, an_oom_touches_neither_scale_nor_count, .description = "seed 1, 3 steps of 4")
@@ -279,8 +267,7 @@ Test(gpt_scaler, a_scale_that_is_none_is_refused)
 {
     static const float scales[] = {-1.0f, INFINITY, NAN};
     const struct run_options options = tiny_run();
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     for (size_t i = 0; i < 3; i++) {
         struct gpt_train_options bad = options.train;
         struct gpt_trainer *trainer;
@@ -288,5 +275,4 @@ Test(gpt_scaler, a_scale_that_is_none_is_refused)
         ASSERT_ERROR(gpt_trainer_create(&trainer, run.rb, &gpt_host_ops, NULL, run.data, &bad),
                      REBATCH_E_INVALID, "loss_scale is");
     }
-    run_close(&run);
 }

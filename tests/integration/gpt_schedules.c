@@ -1,11 +1,11 @@
 /* The same bits under thousands of random schedules of OOMs, caps and sizes: a real model, tiny, so
  * that a schedule takes milliseconds. Public headers only. */
-#include <criterion/criterion.h>
 #include <stdlib.h>
 
 #include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "integration/gpt_common.h"
+#include "rig.h"
 
 enum { STEPS = 2, BATCH_MOST = 130, SCHEDULES_A_BATCH = 8 };
 
@@ -94,9 +94,8 @@ static void run_schedule(size_t batch, const struct reference *reference, uint64
     rebatch_fault_room rooms[3];
     draw(&options, &plan, rooms, reference, &state);
 
-    struct run run;
     char got[GPT_HASH_TEXT_BYTES];
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(rebatch_fault_arm(run.device, &plan));
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < STEPS && !status; i++) {
@@ -116,7 +115,6 @@ static void run_schedule(size_t batch, const struct reference *reference, uint64
     }
     run_hash(&run, got);
     cr_assert_str_eq(got, reference->hash, "batch %zu seed %llu", batch, (unsigned long long)seed);
-    run_close(&run);
 }
 
 /* A slower kind of run (valgrind, a sanitizer) may take every n-th batch only. */

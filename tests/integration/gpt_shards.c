@@ -2,7 +2,6 @@
  * memory. Must not know how the sums are laid out. */
 #include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -203,11 +202,9 @@ Test(gpt_shards, what_does_not_divide_is_refused)
     const size_t wrong[] = {3, 16, 0};
     struct run_options options = sharded(&ranks);
     struct run run;
-    rebatch_options session = REBATCH_OPTIONS_INIT;
     struct gpt_trainer *trainer;
-    session.group = &ranks.group;
     ASSERT_OK(rebatch_device_open_host(&run.device, REBATCH_UNLIMITED, NULL));
-    ASSERT_OK(rebatch_open(&run.rb, run.device, &session));
+    ASSERT_OK(rebatch_open(&run.rb, run.device, &OPTIONS(.group = &ranks.group)));
     run.data = open_text(options.train.config.length);
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         options.train.shards = wrong[i];

@@ -1,14 +1,12 @@
 /* Owns the tests of training: the same bits for every cut of the batch and every OOM, and a loss
  * that falls. Must not know private headers of the library. */
 #include <math.h>
-#include <string.h>
-
-#include <criterion/criterion.h>
 
 #include "fault/fault_device.h"
 #include "gpt/error.h"
 #include "gpt/host.h"
 #include "gpt_common.h"
+#include "rig.h"
 
 TestSuite(gpt_train);
 
@@ -31,26 +29,22 @@ Test(gpt_train, the_cut_of_the_batch_does_not_matter, .description = "seed 1, 3 
 Test(gpt_train, clipping_is_at_work_in_these_tests)
 {
     const struct run_options options = tiny_run();
-    struct run run;
     struct gpt_step_result result;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     for (int i = 0; i < 3; i++) {
         ASSERT_OK(gpt_trainer_step(run.trainer, NULL, &result));
         cr_assert_gt(result.gradient_norm, options.train.clip);
     }
-    run_close(&run);
 }
 
 static void hash_with(char text[GPT_HASH_TEXT_BYTES], enum gpt_isa isa, size_t threads)
 {
     const struct run_options options = tiny_run();
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     cr_assert(gpt_isa_force(isa));
     ASSERT_OK(gpt_parallel_set_threads(threads));
     run_steps(&run, stride_of_cases(2) == 1 ? 2 : 1);
     run_hash(&run, text);
-    run_close(&run);
 }
 
 Test(gpt_train, threads_and_instruction_sets_do_not_matter, .description = "seed 1")
@@ -136,15 +130,13 @@ Test(gpt_train, an_oom_at_any_allocation_does_not_matter, .description = "seed 1
     const uint64_t count = allocations_of(&options, 2);
     cr_assert_gt(count, 50);
     for (uint64_t nth = 1; nth <= count; nth += stride_of_cases(17)) {
-        struct run run;
-        run_open(&run, &options);
+        OPEN(run, run, &options);
         arm(&run, nth, 1);
         run_steps(&run, 2);
         run_hash(&run, got);
         cr_assert_str_eq(got, want, "OOM at allocation %llu", (unsigned long long)nth);
         cr_assert_eq(run.trainer->samples_seen, 8, "OOM at allocation %llu",
                      (unsigned long long)nth);
-        run_close(&run);
     }
 }
 
@@ -155,9 +147,8 @@ Test(gpt_train, memory_that_stays_away_ends_cleanly, .description = "seed 1, 2 s
     run_whole(want, &options, 2);
     const uint64_t count = allocations_of(&options, 2);
     for (uint64_t nth = 1; nth <= count; nth += stride_of_cases(17)) {
-        struct run run;
         rebatch_status status = REBATCH_OK;
-        run_open(&run, &options);
+        OPEN(run, run, &options);
         arm(&run, nth, REBATCH_FAULT_FOREVER);
         while (!status)
             status = gpt_trainer_step(run.trainer, NULL, NULL);
@@ -168,7 +159,6 @@ Test(gpt_train, memory_that_stays_away_ends_cleanly, .description = "seed 1, 2 s
         run_steps(&run, 2 - run.trainer->updates);
         run_hash(&run, got);
         cr_assert_str_eq(got, want, "no memory from allocation %llu on", (unsigned long long)nth);
-        run_close(&run);
     }
 }
 
@@ -204,12 +194,11 @@ Test(gpt_train, the_loss_falls_on_real_text, .description = "seed 1")
 {
     enum { STEPS = 20 };
     struct run_options options = tiny_run();
-    struct run run;
     options.train.clip = 1.0f;
     options.train.learning_rate = 5e-3f; /* of twice that it came up again on some texts */
     options.train.total_steps = STEPS;
     double before, after;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(gpt_trainer_evaluate(run.trainer, 32, &before));
     run_steps(&run, STEPS);
     ASSERT_OK(gpt_trainer_evaluate(run.trainer, 32, &after));
@@ -220,7 +209,6 @@ Test(gpt_train, the_loss_falls_on_real_text, .description = "seed 1")
     cr_assert_lt(run.trainer->losses[STEPS - 1], 4.0);
     cr_assert_eq(run.trainer->loss_count, STEPS);
     cr_assert_eq(run.trainer->samples_seen, STEPS * 16);
-    run_close(&run);
 }
 
 /* ---- evaluation ---- */
@@ -251,10 +239,9 @@ Test(gpt_train, evaluation_fits_itself_to_memory, .description = "seed 1")
 Test(gpt_train, evaluation_without_memory_says_so, .description = "seed 1")
 {
     const struct run_options options = short_run();
-    struct run run;
     rebatch_pool_stats before, after;
     double loss;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(rebatch_pool_get_stats(&before, rebatch_get_pool(run.rb)));
     arm(&run, 1, REBATCH_FAULT_FOREVER);
     cr_assert_eq(gpt_trainer_evaluate(run.trainer, 8, &loss), REBATCH_OOM);
@@ -262,7 +249,6 @@ Test(gpt_train, evaluation_without_memory_says_so, .description = "seed 1")
     cr_assert_eq(after.live_bytes, before.live_bytes);
     ASSERT_ERROR(gpt_trainer_evaluate(run.trainer, 0, &loss), REBATCH_E_INVALID,
                  "0 samples to evaluate");
-    run_close(&run);
 }
 
 Test(gpt_train, evaluation_changes_nothing, .description = "seed 1")
@@ -297,8 +283,7 @@ Test(gpt_train, refuses_bad_options)
 {
     const struct run_options options = tiny_run();
     struct gpt_train_options bad = options.train;
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     bad.batch = 0;
     check_refused(&run, &bad, "batch is 0: expected 1 to");
     bad = options.train;
@@ -314,22 +299,19 @@ Test(gpt_train, refuses_bad_options)
     bad.config.heads = 0;
     check_refused(&run, &bad, "heads is 0");
     ASSERT_ERROR(gpt_train_options_init(&bad, ""), REBATCH_E_INVALID, "preset is \"\"");
-    run_close(&run);
 }
 
 Test(gpt_train, refuses_a_stream_that_is_not_the_session_s)
 {
     struct run_options options = tiny_run();
-    struct run run;
     struct gpt_trainer *trainer;
     options.own_stream = true;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(gpt_trainer_create(&trainer, run.rb, &gpt_host_ops, NULL, run.data, &options.train));
     ASSERT_ERROR(gpt_trainer_step(trainer, NULL, NULL), REBATCH_E_INVALID,
                  "the trainer's stream is not the session's");
     gpt_trainer_destroy(run.trainer);
     run.trainer = trainer;
-    run_close(&run);
 }
 
 Test(gpt_train, parameters_that_do_not_fit_are_an_oom)

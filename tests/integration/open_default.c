@@ -1,14 +1,11 @@
 /* Owns the tests of sessions that are opened with their device, by settings given as text.
  * Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
-#define MIB ((size_t)1 << 20)
 #define BATCH 64
 
 static char folder[] = "/tmp/rebatch-default-XXXXXX";
@@ -31,15 +28,14 @@ TestSuite(open_default, .init = enter, .fini = leave);
 static rebatch *open_with(const char *settings)
 {
     rebatch *rb;
-    cr_assert_eq(rebatch_open_default(&rb, settings), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_open_default(&rb, settings));
     return rb;
 }
 
 static size_t capacity_of(const rebatch *rb)
 {
     rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(rebatch_pool_device(rebatch_get_pool(rb)), &info),
-                 REBATCH_OK);
+    OK(rebatch_device_memory(rebatch_pool_device(rebatch_get_pool(rb)), &info));
     return info.total_bytes;
 }
 
@@ -52,7 +48,7 @@ Test(open_default, the_program_says_which_device_and_which_limits)
 {
     rebatch *rb = open_with(" device.kind = host;\n device.capacity = \"3MiB\" ;"
                             "batch.allowed = 8, 16; batch.start=16;;");
-    cr_expect_eq(capacity_of(rb), 3 * MIB);
+    cr_expect_eq(capacity_of(rb), MIB(3));
     cr_expect_str_eq(device_of(rb), "host");
     cr_expect_eq(rebatch_get_micro(rb, BATCH), 16);
     cr_expect_eq(rebatch_get_micro(rb, 12), 8);
@@ -68,13 +64,13 @@ Test(open_default, file_and_environment_override_the_program)
     setenv("REBATCH_CONFIG", "train.cfg", 1);
     rebatch *rb = open_with(settings);
     cr_expect_eq(rebatch_get_micro(rb, BATCH), 8);
-    cr_expect_eq(capacity_of(rb), 3 * MIB);
+    cr_expect_eq(capacity_of(rb), MIB(3));
     rebatch_close(rb);
     setenv("REBATCH_BATCH_START", "4", 1);
     setenv("REBATCH_DEVICE_CAPACITY", "5MiB", 1);
     rb = open_with(settings);
     cr_expect_eq(rebatch_get_micro(rb, BATCH), 4);
-    cr_expect_eq(capacity_of(rb), 5 * MIB);
+    cr_expect_eq(capacity_of(rb), MIB(5));
     rebatch_close(rb);
 }
 
@@ -99,8 +95,8 @@ Test(open_default, settings_files_have_the_choice_too)
     rebatch_device *device;
     setenv("CUDA_VISIBLE_DEVICES", "", 1);
     setenv("REBATCH_DEVICE_KIND", "auto", 1);
-    cr_assert_eq(rebatch_config_load(&config, NULL), REBATCH_OK, "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_config_open_device(&device, config), REBATCH_OK);
+    OK(rebatch_config_load(&config, NULL));
+    OK(rebatch_config_open_device(&device, config));
     cr_expect_str_eq(rebatch_device_name(device), "host");
     rebatch_device_close(device);
     rebatch_config_free(config);
@@ -136,7 +132,7 @@ Test(open_default, a_mistake_opens_nothing_and_is_said)
 Test(open_default, the_process_has_one_that_is_opened_once)
 {
     rebatch *rb, *again;
-    cr_assert_eq(rebatch_open_current(&rb, NULL, "device.capacity = 2MiB"), REBATCH_OK);
+    OK(rebatch_open_current(&rb, NULL, "device.capacity = 2MiB"));
     cr_expect_eq(rebatch_get_current(), rb);
     cr_expect_eq(rebatch_open_current(&again, NULL, NULL), REBATCH_OK);
     cr_expect_eq(again, rb);
@@ -171,12 +167,12 @@ static void train(size_t first, size_t count, void *user)
 {
     struct trainer *t = user;
     t->trains++;
-    void *early = t->late ? NULL : rebatch_alloc_or_escape(t->rb, count * MIB);
+    void *early = t->late ? NULL : rebatch_alloc_or_escape(t->rb, count * MIB(1));
     cr_expect(t->late || early);
     rebatch_mutating(t->rb);
     for (size_t i = first; i < first + count; i++)
         t->sum += i;
-    void *memory = rebatch_alloc_or_escape(t->rb, t->late ? count * MIB : 0);
+    void *memory = rebatch_alloc_or_escape(t->rb, t->late ? count * MIB(1) : 0);
     cr_expect_eq(rebatch_free(t->rb, t->late ? memory : early), REBATCH_OK);
 }
 
@@ -192,9 +188,8 @@ Test(open_default, a_step_of_plain_functions_recovers_and_counts_every_sample_on
 {
     rebatch_step_report report;
     struct trainer t = {.rb = open_with("device.capacity = 24MiB; batch.start = 64")};
-    cr_assert_eq(rebatch_step_plain(t.rb, BATCH, zero, train, update, &t, REBATCH_DECLARES_MUTATION,
-                                    &report),
-                 REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_step_plain(t.rb, BATCH, zero, train, update, &t, REBATCH_DECLARES_MUTATION,
+                          &report));
     cr_expect_eq(t.parameter, BATCH * (BATCH - 1) / 2);
     cr_expect_eq(t.zeros, 1);
     cr_expect_eq(t.updates, 1);
@@ -210,8 +205,7 @@ Test(open_default, plain_functions_that_do_not_declare_are_taken_to_change_thing
     for (unsigned step = 1; step <= 3; step++) {
         rebatch_step_report report;
         const unsigned zeros = t.zeros;
-        cr_assert_eq(rebatch_step_plain(t.rb, BATCH, zero, train, update, &t, 0, &report),
-                     REBATCH_OK, "%s", rebatch_last_error());
+        OK(rebatch_step_plain(t.rb, BATCH, zero, train, update, &t, 0, &report));
         cr_expect_eq(t.zeros, zeros + 1 + report.ooms - report.ooms_in[REBATCH_PHASE_ADMISSION]);
         cr_expect_eq(report.ooms_in[REBATCH_PHASE_FORWARD], 0);
         cr_expect_eq(t.parameter, step * BATCH * (BATCH - 1) / 2);
@@ -222,9 +216,7 @@ Test(open_default, plain_functions_that_do_not_declare_are_taken_to_change_thing
 Test(open_default, plain_functions_may_run_out_of_memory_late)
 {
     struct trainer t = {.rb = open_with("device.capacity = 24MiB"), .late = true};
-    cr_assert_eq(
-        rebatch_step_plain(t.rb, BATCH, zero, train, update, &t, REBATCH_DECLARES_MUTATION, NULL),
-        REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_step_plain(t.rb, BATCH, zero, train, update, &t, REBATCH_DECLARES_MUTATION, NULL));
     cr_expect_eq(t.parameter, BATCH * (BATCH - 1) / 2);
     cr_expect_eq(t.zeros, 3);
     rebatch_close(t.rb);
@@ -257,7 +249,7 @@ Test(open_default, an_allocation_that_escapes_comes_back_outside_of_a_step)
 {
     struct trainer t = {.rb = open_with("device.capacity = 24MiB")};
     rebatch_step_report report;
-    cr_expect_null(rebatch_alloc_or_escape(t.rb, 32 * MIB));
+    cr_expect_null(rebatch_alloc_or_escape(t.rb, MIB(32)));
     cr_expect_eq(rebatch_last_status(), REBATCH_OOM);
     cr_expect_null(rebatch_alloc_or_escape(NULL, 1));
     cr_expect_eq(rebatch_last_status(), REBATCH_E_INVALID);

@@ -1,14 +1,11 @@
 /* Owns the tests of sessions that take their settings from the environment.
  * Must not know the library's inside. */
-#include <criterion/criterion.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
-#define MIB ((size_t)1 << 20)
 #define BATCH 64
 
 static char folder[] = "/tmp/rebatch-environment-XXXXXX";
@@ -18,7 +15,7 @@ static void enter(void)
 {
     cr_assert_not_null(mkdtemp(folder));
     cr_assert_eq(chdir(folder), 0);
-    cr_assert_eq(rebatch_device_open_host(&device, 64 * MIB, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, MIB(64), NULL));
 }
 
 static void leave(void)
@@ -43,7 +40,7 @@ static void write_settings(const char *text)
 static void expect_micro(const rebatch_options *options, size_t micro)
 {
     rebatch *rb;
-    cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_open(&rb, device, options));
     cr_expect_eq(rebatch_get_micro(rb, BATCH), micro, "%zu samples, not %zu",
                  rebatch_get_micro(rb, BATCH), micro);
     rebatch_close(rb);
@@ -152,7 +149,7 @@ Test(open_environment, a_program_that_loads_settings_has_the_same_file)
     rebatch_config *config;
     const char *origin;
     write_settings("batch: { start = 16; };");
-    cr_assert_eq(rebatch_config_load(&config, NULL), REBATCH_OK);
+    OK(rebatch_config_load(&config, NULL));
     cr_expect_str_eq(rebatch_config_get(config, "batch.start", &origin), "16");
     cr_expect_str_eq(origin, "train.cfg:1");
     rebatch_config_free(config);

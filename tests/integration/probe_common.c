@@ -2,10 +2,6 @@
  * Must not know more of the library than its public headers say. */
 #include "probe_common.h"
 
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 /* ---- the step ---- */
 
 static rebatch_status zero_grad(void *user)
@@ -151,11 +147,8 @@ static rebatch_status optimizer_step(void *user)
 
 rebatch_step_ops load_ops(void)
 {
-    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
-                              .zero_grad = zero_grad,
-                              .forward_backward = forward_backward,
-                              .optimizer_step = optimizer_step,
-                              .flags = REBATCH_DECLARES_MUTATION};
+    return (rebatch_step_ops)OPS(zero_grad, forward_backward, optimizer_step,
+                                 .flags = REBATCH_DECLARES_MUTATION);
 }
 
 /* ---- the bed ---- */
@@ -163,9 +156,7 @@ rebatch_step_ops load_ops(void)
 void bed_open(struct bed *bed, size_t capacity_bytes, const rebatch_options *options)
 {
     memset(bed, 0, sizeof *bed);
-    cr_assert_eq(rebatch_device_open_host(&bed->device, capacity_bytes, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&bed->rb, bed->device, options), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    open_on_host(&bed->device, &bed->rb, capacity_bytes, options);
     bed->load.rb = bed->rb;
     bed->ops = load_ops();
 }
@@ -173,9 +164,7 @@ void bed_open(struct bed *bed, size_t capacity_bytes, const rebatch_options *opt
 void bed_close(struct bed *bed)
 {
     rebatch_close(bed->rb);
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(bed->device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
+    cr_assert_eq(used_bytes_of(bed->device), 0);
     rebatch_device_close(bed->device);
 }
 
@@ -202,9 +191,7 @@ rebatch_status bed_probe(struct bed *bed, size_t batch, const rebatch_probe_opti
 
 uint64_t bed_live_bytes(const struct bed *bed)
 {
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(bed->rb)), REBATCH_OK);
-    return stats.live_bytes;
+    return pool_stats_of(rebatch_get_pool(bed->rb)).live_bytes;
 }
 
 static bool runs_whole_steps(const struct bed *bed, size_t capacity_bytes,

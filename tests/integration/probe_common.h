@@ -4,6 +4,7 @@
 #define PROBE_COMMON_H
 
 #include "rebatch/rebatch.h"
+#include "rig.h"
 
 #define LOAD_ITEMS 24
 

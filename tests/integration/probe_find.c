@@ -1,12 +1,6 @@
 /* Owns the tests of what a probe finds, and of how little it runs for it.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "probe_common.h"
-
-#define MIB(n) ((size_t)(n) << 20)
 
 /* Probes and compares with the truth. */
 static void assert_finds_largest(struct bed *bed, size_t capacity_bytes,
@@ -14,69 +8,59 @@ static void assert_finds_largest(struct bed *bed, size_t capacity_bytes,
                                  const rebatch_probe_options *probe)
 {
     const size_t largest = true_largest(bed, capacity_bytes, options, batch);
-    cr_assert_eq(bed_probe(bed, batch, probe), REBATCH_OK, "%s", rebatch_last_error());
+    OK(bed_probe(bed, batch, probe));
     cr_assert_eq(bed->report.size, largest, "found %zu of %zu", bed->report.size, largest);
     cr_assert_eq(rebatch_get_micro(bed->rb, batch), largest);
 }
 
 Test(probe_find, the_largest_of_a_typical_step_in_three_runs_without_an_oom)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     assert_finds_largest(&bed, MIB(12), NULL, 64, NULL);
     cr_assert_eq(bed.report.microbatches, 3);
     cr_assert_eq(bed.report.trials, 3);
     cr_assert_eq(bed.report.ooms, 0);
     cr_assert_eq(bed.report.oom.asked_bytes, 0);
     cr_assert_eq(bed.report.predicted_size, bed.report.size);
-    bed_close(&bed);
 }
 
 Test(probe_find, the_peak_is_predicted_to_the_byte)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(16), NULL);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
+    OK(bed_probe(&bed, 64, NULL));
     cr_assert_eq(bed.report.confidence, REBATCH_CONFIDENCE_EXACT);
     cr_assert_eq(bed.report.predicted_peak_bytes, bed.report.measured_peak_bytes);
     cr_assert_gt(bed.report.twice_bytes, bed.report.available_bytes);
-    bed_close(&bed);
 }
 
 Test(probe_find, the_steps_after_it_run_at_the_size_and_settle_without_an_oom)
 {
-    struct bed bed;
     rebatch_step_report report;
-    bed_open_typical(&bed, MIB(12), NULL);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+    OK(bed_probe(&bed, 64, NULL));
     for (int i = 0; i < 3; i++) {
-        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        OK(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report));
         cr_assert_eq(report.micro_after, bed.report.size);
     }
     cr_assert_eq(report.ooms, 0);
-    bed_close(&bed);
 }
 
 Test(probe_find, everything_fits_gives_the_effective_batch_and_no_trial_above_it)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(64), NULL);
-    cr_assert_eq(bed_probe(&bed, 16, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(64), NULL);
+    OK(bed_probe(&bed, 16, NULL));
     cr_assert_eq(bed.report.size, 16);
     cr_assert_eq(bed.report.microbatches, 2);
     cr_assert_eq(bed.report.confidence, REBATCH_CONFIDENCE_MEASURED);
     for (uint32_t i = 0; i < bed.load.ran; i++)
         cr_assert_leq(bed.load.sizes[i], 16);
-    bed_close(&bed);
 }
 
 Test(probe_find, nothing_fits_is_exhausted_after_one_try_at_the_smallest_size)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(1), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(1), NULL);
     const size_t micro = rebatch_get_micro(bed.rb, 64);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_E_EXHAUSTED);
-    cr_assert_not_null(strstr(rebatch_last_error(), "smallest micro-batch"));
+    FAILS(bed_probe(&bed, 64, NULL), REBATCH_E_EXHAUSTED, "smallest micro-batch");
     cr_assert_eq(bed.load.ran, 1);
     cr_assert_eq(bed.load.sizes[0], 1);
     cr_assert_eq(bed.report.size, 0);
@@ -85,34 +69,27 @@ Test(probe_find, nothing_fits_is_exhausted_after_one_try_at_the_smallest_size)
     cr_assert_gt(bed.report.oom.asked_bytes, 0);
     cr_assert_eq(rebatch_get_micro(bed.rb, 64), micro);
     cr_assert_eq(bed_live_bytes(&bed), 0);
-    bed_close(&bed);
 }
 
 Test(probe_find, the_limits_of_the_session_hold)
 {
-    struct bed bed;
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_smallest = 3;
-    options.micro_largest = 9;
-    bed_open_typical(&bed, MIB(16), &options);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16),
+              &OPTIONS(.micro_smallest = 3, .micro_largest = 9));
+    OK(bed_probe(&bed, 64, NULL));
     cr_assert_eq(bed.report.size, 9);
     for (uint32_t i = 0; i < bed.load.ran; i++)
         cr_assert(3 <= bed.load.sizes[i] && bed.load.sizes[i] <= 9);
-    bed_close(&bed);
 }
 
 Test(probe_find, every_trial_is_of_a_size_that_the_limits_allow)
 {
     for (size_t multiple = 2; multiple <= 7; multiple++) {
         struct bed bed;
-        rebatch_options options = REBATCH_OPTIONS_INIT;
-        options.micro_multiple_of = multiple;
         bed_open_typical(&bed, MIB(12), NULL);
         const size_t largest = true_largest(&bed, MIB(12), NULL, 64);
         bed_close(&bed);
-        bed_open_typical(&bed, MIB(12), &options);
-        cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+        bed_open_typical(&bed, MIB(12), &OPTIONS(.micro_multiple_of = multiple));
+        OK(bed_probe(&bed, 64, NULL));
         cr_assert_eq(bed.report.size, largest - largest % multiple);
         cr_assert_eq(bed.report.predicted_size, bed.report.size);
         for (uint32_t i = 0; i < bed.load.ran; i++)
@@ -123,69 +100,58 @@ Test(probe_find, every_trial_is_of_a_size_that_the_limits_allow)
 
 Test(probe_find, a_list_of_sizes_holds)
 {
-    struct bed bed;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     const size_t list[] = {3, 8, 17, 64};
     memcpy(options.micro_allowed, list, sizeof list);
-    bed_open_typical(&bed, MIB(12), &options);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), &options);
+    OK(bed_probe(&bed, 64, NULL));
     cr_assert_eq(bed.report.size, 17);
     for (uint32_t i = 0; i < bed.load.ran; i++)
         cr_assert(bed.load.sizes[i] == 3 || bed.load.sizes[i] == 8 || bed.load.sizes[i] == 17);
-    bed_close(&bed);
 }
 
 Test(probe_find, max_trials_bounds_what_runs)
 {
     for (uint32_t most = 1; most <= 3; most++) {
-        struct bed bed;
         rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
         options.max_trials = most;
-        bed_open_typical(&bed, MIB(12), NULL);
-        cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+        OK(bed_probe(&bed, 64, &options));
         cr_assert_eq(bed.load.ran, most);
         cr_assert_geq(bed.report.size, 1);
-        bed_close(&bed);
     }
 }
 
 Test(probe_find, memory_that_the_first_update_takes_is_left_when_it_is_stated)
 {
-    struct bed bed;
     rebatch_step_report report;
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    bed_open_typical(&bed, MIB(16), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
     options.reserve_bytes = bed.load.moments_bytes = MIB(4);
     assert_finds_largest(&bed, MIB(16), NULL, 64, &options);
     for (int i = 0; i < 3; i++)
-        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        OK(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report));
     cr_assert_eq(report.ooms, 0);
     cr_assert_eq(report.micro_after, bed.report.size);
-    bed_close(&bed);
 }
 
 Test(probe_find, reserve_bytes_that_do_not_fit_are_exhausted)
 {
-    struct bed bed;
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
     options.reserve_bytes = MIB(64);
-    bed_open_typical(&bed, MIB(16), NULL);
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_E_EXHAUSTED);
-    cr_assert_not_null(strstr(rebatch_last_error(), "reserve_bytes"));
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
+    FAILS(bed_probe(&bed, 64, &options), REBATCH_E_EXHAUSTED, "reserve_bytes");
     cr_assert_eq(bed.load.ran, 0);
-    bed_close(&bed);
 }
 
 Test(probe_find, the_largest_of_a_step_that_works_in_pieces)
 {
     static const size_t chunks[] = {1, 3, 4, 8, 16};
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-        struct bed bed;
-        bed_open_typical(&bed, MIB(16), NULL);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
         bed.load.chunk = chunks[i];
         assert_finds_largest(&bed, MIB(16), NULL, 64, NULL);
         cr_assert_leq(bed.report.microbatches, 5);
-        bed_close(&bed);
     }
 }
 
@@ -194,15 +160,13 @@ Test(probe_find, the_largest_of_a_step_that_works_in_pieces)
 Test(probe_find, calls_without_a_common_form_are_found_by_their_peak)
 {
     for (size_t mib = 12; mib <= 24; mib += 2) {
-        struct bed bed;
-        bed_open_typical(&bed, MIB(mib), NULL);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(mib), NULL);
         bed.load.bit_bytes = 20011;
         const size_t largest = true_largest(&bed, MIB(mib), NULL, 128);
-        cr_assert_eq(bed_probe(&bed, 128, NULL), REBATCH_OK);
+        OK(bed_probe(&bed, 128, NULL));
         cr_assert(bed.report.size <= largest && bed.report.size * 10 >= largest * 9,
                   "%zu MiB: found %zu of %zu", mib, bed.report.size, largest);
         cr_assert_leq(bed.report.microbatches, 5);
-        bed_close(&bed);
     }
 }
 
@@ -210,15 +174,13 @@ Test(probe_find, the_same_session_gives_the_same_report)
 {
     rebatch_probe_report first;
     for (int i = 0; i < 2; i++) {
-        struct bed bed;
-        bed_open_typical(&bed, MIB(12), NULL);
-        cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+        OK(bed_probe(&bed, 64, NULL));
         if (i == 0)
             first = bed.report;
         cr_assert_eq(bed.report.size, first.size);
         cr_assert_eq(bed.report.predicted_peak_bytes, first.predicted_peak_bytes);
         cr_assert_eq(bed.report.twice_bytes, first.twice_bytes);
-        bed_close(&bed);
     }
 }
 
@@ -226,14 +188,10 @@ Test(probe_find, the_same_session_gives_the_same_report)
 Test(probe_find, the_fastest_of_a_batch_below_the_smallest_size_is_the_batch)
 {
     for (size_t batch = 1; batch <= 7; batch++) {
-        struct bed bed;
-        rebatch_options options = REBATCH_OPTIONS_INIT;
         rebatch_probe_options probe = REBATCH_PROBE_OPTIONS_INIT;
-        options.micro_smallest = 8;
         probe.choose = REBATCH_PROBE_FASTEST;
-        bed_open_typical(&bed, MIB(16), &options);
-        cr_assert_eq(bed_probe(&bed, batch, &probe), REBATCH_OK, "%s", rebatch_last_error());
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(16), &OPTIONS(.micro_smallest = 8));
+        OK(bed_probe(&bed, batch, &probe));
         cr_assert_eq(bed.report.size, batch);
-        bed_close(&bed);
     }
 }

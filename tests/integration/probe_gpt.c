@@ -1,11 +1,8 @@
 /* Owns the test that a probe finds the reference model's largest micro-batch, and changes no bit.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "gpt/error.h"
 #include "integration/gpt_common.h"
+#include "rig.h"
 
 /* Whole steps at one size, the last without an OOM. */
 static bool is_size_fit(const struct run_options *options, size_t micro)
@@ -56,7 +53,7 @@ Test(probe_gpt, the_largest_microbatch_is_found_under_caps_and_no_bit_changes)
             probe.reserve_bytes += 2 * gpt_block_elements(&options.train.config, i) * floats;
         const rebatch_status status = rebatch_probe(run.rb, gpt_trainer_ops(), options.train.batch,
                                                     run.trainer, &probe, &report);
-        cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
+        OK(status);
         /* Never more than fits, and what fits in a 64th less memory: how blocks lie in a session
          * that begins with the size is not known to the page. */
         struct run_options less = options;

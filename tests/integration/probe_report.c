@@ -1,11 +1,6 @@
 /* Owns the tests of what a probe reports, by its report and its events, and of predictions of all
  * sizes. Must not know more of the library than its public headers say. */
-#include <criterion/criterion.h>
-#include <string.h>
-
 #include "probe_common.h"
-
-#define MIB(n) ((size_t)(n) << 20)
 
 enum { BATCH = 64, HEARD = 32 };
 
@@ -58,9 +53,8 @@ static void assert_empty(const rebatch_probe_report *report, rebatch_status stat
 
 Test(probe_report, a_probe_that_is_refused_reports_its_status_alone)
 {
-    struct bed bed;
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     memset(&bed.report, 0x5a, sizeof bed.report);
     cr_assert_eq(bed_probe(&bed, 0, NULL), REBATCH_E_INVALID);
     assert_empty(&bed.report, REBATCH_E_INVALID);
@@ -74,7 +68,6 @@ Test(probe_report, a_probe_that_is_refused_reports_its_status_alone)
     cr_assert_eq(bed_probe(&bed, BATCH, &options), REBATCH_E_INVALID);
     assert_empty(&bed.report, REBATCH_E_INVALID);
     cr_assert_eq(bed.load.zeroed, 0, "no callback ran");
-    bed_close(&bed);
 }
 
 /* ---- trials ---- */
@@ -83,11 +76,10 @@ Test(probe_report, each_trial_is_an_event_with_what_it_measured)
 {
     for (size_t mib = 8; mib <= 40; mib += 8) {
         struct heard heard;
-        struct bed bed;
         const rebatch_options options = listening(&heard);
         size_t others = 0;
-        bed_open_typical(&bed, MIB(mib), &options);
-        cr_assert_eq(bed_probe(&bed, BATCH, NULL), REBATCH_OK);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(mib), &options);
+        OK(bed_probe(&bed, BATCH, NULL));
         cr_assert_eq(heard.count, bed.load.ran);
         cr_assert_eq(bed.report.microbatches, bed.load.ran);
         for (size_t i = 0; i < heard.count; i++) {
@@ -103,16 +95,14 @@ Test(probe_report, each_trial_is_an_event_with_what_it_measured)
         cr_assert_eq(bed.report.trials, others);
         cr_assert_eq(bed.report.largest_size, bed.report.size);
         cr_assert_eq(bed.report.saved, REBATCH_SAVED_NONE);
-        bed_close(&bed);
     }
 }
 
 Test(probe_report, a_trial_that_runs_out_of_memory_says_what_it_asked_for)
 {
     struct heard heard;
-    struct bed bed;
     const rebatch_options options = listening(&heard);
-    bed_open_typical(&bed, MIB(1), &options);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(1), &options);
     cr_assert_eq(bed_probe(&bed, BATCH, NULL), REBATCH_E_EXHAUSTED);
     cr_assert_eq(heard.count, 1);
     const rebatch_event *event = &heard.events[0];
@@ -126,7 +116,6 @@ Test(probe_report, a_trial_that_runs_out_of_memory_says_what_it_asked_for)
     cr_assert_eq(bed.report.ooms, 1);
     cr_assert_eq(bed.report.trials, 1);
     cr_assert_eq(bed.report.microbatches, 1);
-    bed_close(&bed);
 }
 
 /* ---- the end of the report ---- */
@@ -134,21 +123,19 @@ Test(probe_report, a_trial_that_runs_out_of_memory_says_what_it_asked_for)
 static rebatch_prediction predict(const struct bed *bed, size_t size)
 {
     rebatch_prediction prediction;
-    cr_assert_eq(rebatch_predict(&prediction, bed->rb, size, BATCH, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_predict(&prediction, bed->rb, size, BATCH, NULL));
     return prediction;
 }
 
 Test(probe_report, what_is_said_of_other_sizes_is_known_from_two_on)
 {
     for (uint32_t most = 1; most <= 4; most++) {
-        struct bed bed;
         rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
         size_t available;
         options.max_trials = most;
-        bed_open_typical(&bed, MIB(12), NULL);
-        cr_assert_eq(bed_probe(&bed, BATCH, &options), REBATCH_OK);
-        cr_assert_eq(rebatch_pool_available(&available, rebatch_get_pool(bed.rb)), REBATCH_OK);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+        OK(bed_probe(&bed, BATCH, &options));
+        OK(rebatch_pool_available(&available, rebatch_get_pool(bed.rb)));
         cr_assert_eq(bed.report.available_bytes, available);
         cr_assert_eq(bed.report.twice_bytes > 0, most > 1, "%u trials", most);
         if (most > 1) {
@@ -160,23 +147,20 @@ Test(probe_report, what_is_said_of_other_sizes_is_known_from_two_on)
             cr_assert_eq(bed.report.confidence, REBATCH_CONFIDENCE_MEASURED);
             cr_assert_eq(rebatch_predict(&none, bed.rb, 2, BATCH, NULL), REBATCH_E_STATE);
         }
-        bed_close(&bed);
     }
 }
 
 /* Two trials leave a larger size to be tried: it is said, and it is the largest that fits. */
 Test(probe_report, the_predicted_size_is_the_largest_although_no_run_was_left_for_it)
 {
-    struct bed bed;
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
     options.max_trials = 2;
-    bed_open_typical(&bed, MIB(16), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
     const size_t largest = true_largest(&bed, MIB(16), NULL, BATCH);
-    cr_assert_eq(bed_probe(&bed, BATCH, &options), REBATCH_OK);
+    OK(bed_probe(&bed, BATCH, &options));
     cr_assert_lt(bed.report.size, largest);
     cr_assert_eq(bed.report.predicted_size, largest, "%zu, not %zu", bed.report.predicted_size,
                  largest);
-    bed_close(&bed);
 }
 
 /* ---- predictions ---- */
@@ -186,7 +170,7 @@ Test(probe_report, the_predicted_size_is_the_largest_although_no_run_was_left_fo
 static void assert_predictions(struct bed *bed, size_t capacity_bytes)
 {
     const size_t largest = true_largest(bed, capacity_bytes, NULL, BATCH);
-    cr_assert_eq(bed_probe(bed, BATCH, NULL), REBATCH_OK);
+    OK(bed_probe(bed, BATCH, NULL));
     cr_assert_eq(bed->report.size, largest);
     for (size_t size = 1; size <= BATCH; size++) {
         const rebatch_prediction said = predict(bed, size);
@@ -201,10 +185,8 @@ static void assert_predictions(struct bed *bed, size_t capacity_bytes)
 Test(probe_report, a_size_is_predicted_to_fit_when_it_does)
 {
     for (size_t mib = 10; mib <= 20; mib += 5) {
-        struct bed bed;
-        bed_open_typical(&bed, MIB(mib), NULL);
+        OPEN_WITH(bed_open_typical, bed, bed, MIB(mib), NULL);
         assert_predictions(&bed, MIB(mib));
-        bed_close(&bed);
     }
 }
 
@@ -212,16 +194,13 @@ Test(probe_report, a_size_is_predicted_to_fit_when_it_does)
  * makes it again. */
 Test(probe_report, a_prediction_counts_what_the_next_step_makes_again)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     for (size_t i = 0; i < bed.load.item_count; i++)
         if (bed.load.items[i].is_lazy)
             bed.load.items[i].fixed = MIB(3);
-    cr_assert_eq(rebatch_guard(bed.rb, bed.load.lazy, sizeof bed.load.lazy, REBATCH_GUARD_HOST),
-                 REBATCH_OK);
+    OK(rebatch_guard(bed.rb, bed.load.lazy, sizeof bed.load.lazy, REBATCH_GUARD_HOST));
     assert_predictions(&bed, MIB(12));
     cr_assert_eq(bed_live_bytes(&bed), 0);
-    bed_close(&bed);
 }
 
 /* 1 MiB a sample in two buffers, which resize makes. */
@@ -253,7 +232,7 @@ static void assert_buffers_count_once(rebatch *rb)
 {
     for (size_t size = 1; size <= 40; size++) {
         rebatch_prediction said;
-        cr_assert_eq(rebatch_predict(&said, rb, size, BATCH, NULL), REBATCH_OK);
+        OK(rebatch_predict(&said, rb, size, BATCH, NULL));
         cr_assert_eq(said.peak_bytes, MIB(size), "%zu", size);
         cr_assert_eq(said.fits, size <= 20, "%zu", size);
     }
@@ -264,18 +243,14 @@ Test(probe_report, buffers_of_resize_count_once_in_a_prediction)
 {
     struct buffered b = {0};
     rebatch_probe_report report;
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = ops.optimizer_step = do_nothing;
-    ops.forward_backward = compute;
-    ops.resize = make_buffers;
-    cr_assert_eq(rebatch_open_default(&b.rb, "device.kind = host; device.capacity = 64MiB; "
-                                             "memory.limit = 20MiB"),
-                 REBATCH_OK);
-    cr_assert_eq(rebatch_probe(b.rb, &ops, BATCH, &b, NULL, &report), REBATCH_OK);
+    rebatch_step_ops ops = OPS(do_nothing, compute, do_nothing, .resize = make_buffers);
+    OK(rebatch_open_default(&b.rb, "device.kind = host; device.capacity = 64MiB; "
+                                   "memory.limit = 20MiB"));
+    OK(rebatch_probe(b.rb, &ops, BATCH, &b, NULL, &report));
     cr_assert_eq(report.size, 20);
     cr_assert_eq(report.twice_bytes, MIB(40));
     assert_buffers_count_once(b.rb);
-    cr_assert_eq(rebatch_step(b.rb, &ops, BATCH, &b, NULL), REBATCH_OK);
+    OK(rebatch_step(b.rb, &ops, BATCH, &b, NULL));
     assert_buffers_count_once(b.rb);
     rebatch_close(b.rb);
 }
