@@ -72,6 +72,7 @@ void done(struct run *r)
 {
     free(r->out);
     free(r->error);
+    r->out = r->error = NULL; /* AUTO_DONE() may come after it */
 }
 
 void cli_expect_refused(const char *setup, const char *verb, const char *arguments, int code,

@@ -34,6 +34,8 @@ struct run cli_run(const char *setup, const char *verb, const char *arguments);
 /* The same of any program, without a verb or setup. */
 struct run cli_run_program(const char *program, const char *arguments);
 void done(struct run *r);
+/* A run that is done with at the end of its block. */
+#define AUTO_DONE(name) __attribute__((cleanup(done))) struct run name
 /* The command ends with `code` and prints nothing but `words`, as an error. */
 void cli_expect_refused(const char *setup, const char *verb, const char *arguments, int code,
                         const char *words);

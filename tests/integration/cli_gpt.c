@@ -32,12 +32,11 @@ static char *train(const char *settings, const char *options)
 
 static void expect_failure(const char *arguments, const char *end)
 {
-    struct run r = cli_run_program(cli_gpt, arguments);
+    AUTO_DONE(r) = cli_run_program(cli_gpt, arguments);
     cr_assert_eq(r.code, 1, "%s ends with %d: %s", arguments, r.code, r.out);
     const size_t length = strlen(r.error), tail = strlen(end);
     cr_assert(length >= tail && strcmp(r.error + length - tail, end) == 0, "%s: %s", arguments,
               r.error);
-    done(&r);
 }
 
 /* The hash at the end of a run that must succeed; the caller frees it. */

@@ -126,7 +126,7 @@ static bool says(const char *at, const char *name, const char *value)
 
 Test(cli_probe, the_object_says_what_every_size_needs)
 {
-    struct run r = probe_gpt("--json", CAPPED);
+    AUTO_DONE(r) = probe_gpt("--json", CAPPED);
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_assert_str_eq(r.error, "");
     expect_object(r.out);
@@ -162,12 +162,11 @@ Test(cli_probe, the_object_says_what_every_size_needs)
     cr_assert_eq(before, 2 * size > 16 ? 2 * size : 16);
     cr_assert_geq(rows, 5);
     cr_assert_eq(ran + number(r.out, "ooms"), number(r.out, "trials"));
-    done(&r);
 }
 
 Test(cli_probe, the_table_says_the_same)
 {
-    struct run object = probe_gpt("--json", CAPPED), table = probe_gpt("", CAPPED);
+    AUTO_DONE(object) = probe_gpt("--json", CAPPED), table = probe_gpt("", CAPPED);
     char words[128];
     cr_assert_eq(table.code, 0, "%s", table.error);
     const unsigned long long size = number(object.out, "size");
@@ -192,13 +191,11 @@ Test(cli_probe, the_table_says_the_same)
     cr_assert(strstr(table.error, "rebatch: a probe's trial of 1 sample ran, at most "), "%s",
               table.error);
     cr_assert(!strchr(table.error, '\r') && !strchr(table.error, '\x1b'));
-    done(&object);
-    done(&table);
 }
 
 Test(cli_probe, everything_fits_without_a_cap)
 {
-    struct run r = probe_gpt("--json", "--preset tiny --batch 8");
+    AUTO_DONE(r) = probe_gpt("--json", "--preset tiny --batch 8");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_object(r.out);
     cr_assert_eq(number(r.out, "size"), 8);
@@ -212,43 +209,38 @@ Test(cli_probe, everything_fits_without_a_cap)
     r = probe_gpt("--json", "--preset tiny --batch 1");
     expect_object(r.out);
     cr_assert(says(r.out, "predicted_peak_bytes", "null"));
-    done(&r);
 }
 
 /* A program that does not probe itself has had its first update then: what that keeps counts. */
 Test(cli_probe, what_the_first_update_keeps_counts_without_being_told)
 {
-    struct run untold = probe_gpt("--json", CAPPED), told = probe_gpt("--json", CAPPED " --probe");
+    AUTO_DONE(untold) = probe_gpt("--json", CAPPED), told = probe_gpt("--json", CAPPED " --probe");
     cr_assert(untold.code == 0 && told.code == 0, "%s%s", untold.error, told.error);
     cr_assert_eq(number(untold.out, "size"), number(told.out, "size"));
     const double a = (double)number(untold.out, "predicted_peak_bytes");
     const double b = (double)number(told.out, "predicted_peak_bytes");
     cr_assert(fabs(a - b) <= 0.01 * b, "%.0f, %.0f", a, b);
-    done(&untold);
-    done(&told);
 }
 
 /* Steps begin with as much as was found, and one more does not run. */
 Test(cli_probe, what_is_found_is_what_steps_then_run_with)
 {
     char line[256];
-    struct run r = probe_gpt("--json", CAPPED);
+    AUTO_DONE(r) = probe_gpt("--json", CAPPED);
     const unsigned long long size = number(r.out, "size");
     for (unsigned long long micro = size; micro <= size + 1; micro++) {
         (void)snprintf(line, sizeof line, "--data text --steps 3 " CAPPED " --micro %llu", micro);
-        struct run steps = cli_run_program(cli_gpt, line);
+        AUTO_DONE(steps) = cli_run_program(cli_gpt, line);
         cr_assert_eq(steps.code, 0, "%s", steps.error);
         cr_assert_eq(strstr(steps.out, "out of memory") == NULL, micro == size, "%llu: %s", micro,
                      steps.out);
-        done(&steps);
     }
-    done(&r);
 }
 
 /* The session has no options: neither a limit nor somebody to tell. */
 Test(cli_probe, a_session_without_options_is_probed_and_capped)
 {
-    struct run r = probe_minimal("", "");
+    AUTO_DONE(r) = probe_minimal("", "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_assert(strstr(r.out, "largest micro-batch: 24, in 3 accumulation steps"), "%s", r.out);
     cr_assert(strstr(r.out, "device  host, 24.0 MiB; 24.0 MiB for the pool\n"), "%s", r.out);
@@ -259,7 +251,6 @@ Test(cli_probe, a_session_without_options_is_probed_and_capped)
     done(&r);
     r = probe_minimal("", "--limit 50%");
     cr_assert(strstr(r.out, "largest micro-batch: 12, in 6 accumulation steps"), "%s", r.out);
-    done(&r);
 }
 
 /* What the program prints does not come between. */
@@ -268,11 +259,10 @@ Test(cli_probe, standard_output_has_the_result_alone)
     char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "--json -- sh -c 'echo begins; exec \"$0\"' '%s'",
                    cli_minimal);
-    struct run r = cli_run("", "probe", line);
+    AUTO_DONE(r) = cli_run("", "probe", line);
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_object(r.out);
     cr_assert_str_eq(r.error, "begins\n");
-    done(&r);
 }
 
 /* One that lives on, here a shell, is not waited for. */
@@ -280,17 +270,16 @@ Test(cli_probe, the_program_ends_there)
 {
     char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "-- sh -c '\"$0\"; exec sleep 600' '%s'", cli_minimal);
-    struct run r = cli_run("", "probe", line);
+    AUTO_DONE(r) = cli_run("", "probe", line);
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_assert(strstr(r.out, "largest micro-batch: 24"), "%s", r.out);
-    done(&r);
 }
 
 Test(cli_probe, without_the_command)
 {
     static char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "REBATCH_PROBE_ONLY=1 exec '%s'; true", cli_minimal);
-    struct run r = cli_run(line, "", "");
+    AUTO_DONE(r) = cli_run(line, "", "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_assert(strstr(r.out, "largest micro-batch: 24"), "%s", r.out);
     cr_assert_str_eq(r.error, "");
@@ -322,7 +311,6 @@ Test(cli_probe, without_the_command)
     cr_assert_eq(r.code, 1);
     cr_assert_str_eq(r.error,
                      "REBATCH_PROBE_ONLY is \"yes\": expected 1, json, or 0 for no probe\n");
-    done(&r);
 }
 
 /* The program's own options of a probe hold. */
@@ -331,7 +319,7 @@ Test(cli_probe, a_file_of_results_is_the_programs)
     config_write("t.cfg", "device = { capacity = \"4MiB\"; };\n"
                           "batch = { largest = 4; };\n"
                           "probe = { file = \"sizes\"; };\n");
-    struct run r = probe_gpt("--json", "--config t.cfg --preset tiny --batch 16");
+    AUTO_DONE(r) = probe_gpt("--json", "--config t.cfg --preset tiny --batch 16");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_object(r.out);
     cr_assert_eq(number(r.out, "size"), 4);
@@ -348,14 +336,13 @@ Test(cli_probe, a_file_of_results_is_the_programs)
     expect_object(r.out);
     cr_assert(says(r.out, "saved", "\"IGNORED\""));
     cr_assert(strstr(r.error, "sizes has no results of probes in it"), "%s", r.error);
-    done(&r);
 }
 
 /* ---- nothing fits ---- */
 
 Test(cli_probe, nothing_fits_is_said_with_a_report_and_a_code_of_its_own)
 {
-    struct run r = probe_gpt("", "--preset tiny --batch 16 --cap 2MiB --probe");
+    AUTO_DONE(r) = probe_gpt("", "--preset tiny --batch 16 --cap 2MiB --probe");
     cr_assert_eq(r.code, 3, "%s", r.error);
     cr_assert_str_eq(r.out, "");
     cr_assert(
@@ -378,7 +365,6 @@ Test(cli_probe, nothing_fits_is_said_with_a_report_and_a_code_of_its_own)
     cr_assert_eq(number(r.out, "size"), 0);
     cr_assert_gt(number(r.out, "oom_asked_bytes"), 0);
     cr_assert(says(r.out, "measured_peak_bytes", "null"));
-    done(&r);
 }
 
 /* ---- bad input ---- */
@@ -420,7 +406,7 @@ Test(cli_probe, a_program_that_does_not_probe)
 
 Test(cli_probe, help)
 {
-    struct run r = cli_run("", "probe", "--help");
+    AUTO_DONE(r) = cli_run("", "probe", "--help");
     struct run brief = cli_run("", "probe", "-h");
     cr_assert_eq(r.code, 0);
     cr_assert(brief.code == 0 && strcmp(brief.out, r.out) == 0, "%s", brief.error);
@@ -428,15 +414,13 @@ Test(cli_probe, help)
     cr_assert(strstr(r.out, "usage: rebatch probe [OPTION]... -- PROGRAM [ARGUMENT]...\n"), "%s",
               r.out);
     cr_assert(strstr(r.out, "3 nothing fits"), "%s", r.out);
-    done(&r);
 }
 
 Test(cli_probe, a_full_disk)
 {
-    struct run r = probe_gpt("--json", "--preset tiny --batch 4 >/dev/full");
+    AUTO_DONE(r) = probe_gpt("--json", "--preset tiny --batch 4 >/dev/full");
     cr_expect_eq(r.code, 1);
     cr_expect(strstr(r.error, "rebatch: cannot write the output"), "%s", r.error);
-    done(&r);
 }
 
 /* ---- a terminal ---- */

@@ -45,35 +45,32 @@ static const char *hash_of(const struct run *r)
 
 Test(cli_run, the_nth_request_fails_and_no_bit_changes)
 {
-    struct run plain = cli_run_program(cli_gpt, TRAINING);
+    AUTO_DONE(plain) = cli_run_program(cli_gpt, TRAINING);
     for (int nth = 1; nth <= 201; nth += 40) {
         char options[64];
         (void)snprintf(options, sizeof options, "--oom %d", nth);
-        struct run r = run(options, cli_gpt, TRAINING);
+        AUTO_DONE(r) = run(options, cli_gpt, TRAINING);
         cr_assert_eq(r.code, 0, "%s", r.error);
         cr_expect_eq(count(&r, " failure injected, 1 survived; 1 OOM in all, "), 1);
         cr_expect_eq(count(&r, " steps\n"), 6);
         cr_expect(strstr(r.out, "out of memory in "), "%s", r.out);
         cr_expect_str_eq(hash_of(&r), hash_of(&plain), "request %d", nth);
-        done(&r);
     }
-    done(&plain);
 }
 
 /* What a smaller micro-batch does is part of what is to be tested. */
 Test(cli_run, a_failure_cuts_the_micro_batch_as_a_full_device_does)
 {
-    struct run r = run("--oom 8", cli_gpt, TRAINING);
+    AUTO_DONE(r) = run("--oom 8", cli_gpt, TRAINING);
     cr_expect(strstr(r.out, "micro-batch 16 -> 8"), "%s", r.out);
-    done(&r);
 }
 
 Test(cli_run, a_seed_fails_the_same_requests)
 {
-    struct run plain = cli_run_program(cli_gpt, TRAINING);
-    struct run first = run("--oom-chance 2%", cli_gpt, TRAINING);
-    struct run again = run("--oom-chance 0.02 --seed 1", cli_gpt, TRAINING);
-    struct run other = run("--oom-chance 0.02 --seed 2", cli_gpt, TRAINING);
+    AUTO_DONE(plain) = cli_run_program(cli_gpt, TRAINING);
+    AUTO_DONE(first) = run("--oom-chance 2%", cli_gpt, TRAINING);
+    AUTO_DONE(again) = run("--oom-chance 0.02 --seed 1", cli_gpt, TRAINING);
+    AUTO_DONE(other) = run("--oom-chance 0.02 --seed 2", cli_gpt, TRAINING);
     cr_assert(first.code == 0 && again.code == 0 && other.code == 0, "%s%s", first.error,
               other.error);
     const unsigned long long injected = count(&first, " failures injected");
@@ -85,62 +82,53 @@ Test(cli_run, a_seed_fails_the_same_requests)
     char *a = strstr(first.out, "  ! step 0"), *b = strstr(other.out, "  ! step 0");
     cr_expect(!a || !b || strncmp(a, b, 40) != 0 || count(&other, " failures injected") != injected,
               "another seed, other requests");
-    done(&plain);
-    done(&first);
-    done(&again);
-    done(&other);
 }
 
 /* A program that does not survive it: the error says that it was on purpose. */
 Test(cli_run, a_failure_that_is_not_survived)
 {
     config_write("t.cfg", "recovery = { on_oom = \"stop\"; max_attempts = 1; };\n");
-    struct run r = run("--oom 3", cli_gpt, TRAINING " --config t.cfg");
+    AUTO_DONE(r) = run("--oom 3", cli_gpt, TRAINING " --config t.cfg");
     cr_assert_eq(r.code, 1);
     cr_expect(strstr(r.error, "(the failure is injected)"), "%s", r.error);
     cr_expect_eq(count(&r, " failure injected, 0 survived"), 1);
-    done(&r);
 }
 
 Test(cli_run, a_request_that_never_comes)
 {
-    struct run r = run("--oom 1000000", cli_minimal, "");
+    AUTO_DONE(r) = run("--oom 1000000", cli_minimal, "");
     cr_assert_eq(r.code, 1, "%s", r.error);
     cr_expect(strstr(r.error, " ended before a request failed, so nothing was tested: expected "),
               "%s", r.error);
     cr_expect_eq(count(&r, " failures injected, 0 survived (callbacks made "), 0);
     cr_expect_gt(count(&r, " requests)"), 7);
-    done(&r);
 }
 
 /* ---- the cap ---- */
 
 Test(cli_run, a_cap_holds_for_a_session_without_options)
 {
-    struct run r = run("--limit 4MiB", cli_minimal, "");
+    AUTO_DONE(r) = run("--limit 4MiB", cli_minimal, "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "step 7: w = 3.0004, micro-batch 4 x 16, 0 out of memory"), "%s",
               r.out);
-    done(&r);
 }
 
 Test(cli_run, a_limit_that_shrinks_and_comes_back)
 {
-    struct run r = run("--shrink 25%@step:2 --shrink 100%@step:5", cli_minimal, "");
+    AUTO_DONE(r) = run("--shrink 25%@step:2 --shrink 100%@step:5", cli_minimal, "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "step 1: w = 2.6666, micro-batch 16 x 4"), "%s", r.out);
     cr_expect(strstr(r.out, "step 2: w = 2.8884, micro-batch 4 x 16"), "%s", r.out);
     cr_expect_eq(count(&r, " failures injected"), 0);
     cr_expect_eq(count(&r, " OOMs in all"), 4);
     done(&r);
-    struct run plain = cli_run_program(cli_gpt, TRAINING " --cap 16MiB");
+    AUTO_DONE(plain) = cli_run_program(cli_gpt, TRAINING " --cap 16MiB");
     r = run("--limit 12MiB --shrink 30%@step:2 --shrink 100%@step:4", cli_gpt,
             TRAINING " --cap 16MiB");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "! step 2: not started"), "%s", r.out);
     cr_expect_str_eq(hash_of(&r), hash_of(&plain));
-    done(&plain);
-    done(&r);
 }
 
 /* ---- without the command ---- */
@@ -149,7 +137,7 @@ Test(cli_run, variables_alone)
 {
     static char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "REBATCH_RUN_OOM=3 exec '%s'; true", cli_minimal);
-    struct run r = cli_run(line, "", "");
+    AUTO_DONE(r) = cli_run(line, "", "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_eq(count(&r, " failure injected, 1 survived"), 1);
     cr_expect_eq(count(&r, " steps\n"), 8);
@@ -158,7 +146,6 @@ Test(cli_run, variables_alone)
     r = cli_run(line, "", "");
     cr_assert_eq(r.code, 1);
     cr_expect_str_eq(r.error, "REBATCH_RUN_OOM is \"no\": expected a whole number, 1 or more\n");
-    done(&r);
 }
 
 /* Settings in a file look at variables, too. */
@@ -241,7 +228,7 @@ Test(cli_run, a_wrong_limit_names_the_option_and_a_value_too_many_is_said)
 {
     static const char *const verbs[] = {"run", "probe"};
     for (size_t i = 0; i < sizeof verbs / sizeof *verbs; i++) {
-        struct run r = cli_run("", verbs[i], "--limit 12GB3 -- true");
+        AUTO_DONE(r) = cli_run("", verbs[i], "--limit 12GB3 -- true");
         cr_expect_eq(r.code, 2);
         cr_expect(strncmp(r.error, "rebatch: --limit: memory.limit is \"12GB3\", ", 43) == 0, "%s",
                   r.error);
@@ -251,7 +238,6 @@ Test(cli_run, a_wrong_limit_names_the_option_and_a_value_too_many_is_said)
         cr_expect(
             strncmp(r.error, "rebatch: REBATCH_MEMORY_LIMIT: memory.limit is \"12GB3\"", 54) == 0,
             "%s", r.error);
-        done(&r);
     }
     expect_refused("--check=1 -- true", 2,
                    "rebatch: --check=1 has a value: expected none; see 'rebatch help run'\n");
@@ -278,13 +264,12 @@ Test(cli_run, an_option_that_would_do_nothing_is_refused)
 /* The program opens its session by settings, so it is a setting that is wrong. */
 Test(cli_run, a_limit_of_less_than_a_page_names_the_setting)
 {
-    struct run r = run("--limit 1KiB", cli_minimal, "");
+    AUTO_DONE(r) = run("--limit 1KiB", cli_minimal, "");
     cr_expect(strncmp(r.error,
                       "memory.limit is \"1KiB\" (REBATCH_MEMORY_LIMIT): expected at least a page "
                       "of the device, 65536 bytes\n",
                       98) == 0,
               "%s", r.error);
-    done(&r);
 }
 
 /* A variable that nothing reads would leave the run without its limit. */
@@ -295,20 +280,18 @@ Test(cli_run, a_variable_that_is_nearly_one_is_named)
                            2,
                            "rebatch: REBATCH_MEM_LIMIT is not a setting's variable; did you mean "
                            "REBATCH_MEMORY_LIMIT?\n");
-    struct run r = cli_run("", "run", "--oom 3 -- true");
+    AUTO_DONE(r) = cli_run("", "run", "--oom 3 -- true");
     cr_expect(!strstr(r.error, "variable"), "those of other programs are theirs: %s", r.error);
-    done(&r);
 }
 
 Test(cli_run, what_is_injected_says_so_in_its_line)
 {
-    struct run r = run("--oom 3", cli_minimal, "");
+    AUTO_DONE(r) = run("--oom 3", cli_minimal, "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.error, " (injected)"), "%s", r.error);
     done(&r);
     r = run("--limit 4MiB", cli_minimal, "");
     cr_expect(strstr(r.error, "out of memory") && !strstr(r.error, "injected)"), "%s", r.error);
-    done(&r);
 }
 
 Test(cli_run, a_record_in_no_folder_is_refused)
@@ -322,13 +305,12 @@ Test(cli_run, a_record_without_a_trace_says_why)
 {
     if (!getenv("REBATCH_PRELOAD"))
         cr_skip_test("nothing can be preloaded in this build");
-    struct run r = run("--record none.trace", cli_minimal, "");
+    AUTO_DONE(r) = run("--record none.trace", cli_minimal, "");
     cr_expect_eq(r.code, 0);
     cr_expect(strstr(r.error, "rebatch: --record wrote no trace to /") &&
                   strstr(r.error, "/none.trace: the program called none of CUDA's functions for "
                                   "memory; those of rebatch are not recorded\n"),
               "%s", r.error);
-    done(&r);
 }
 
 /* The program writes its process id into a file. */
@@ -400,21 +382,18 @@ Test(cli_run, a_program_that_ends_within_its_first_step)
 
 Test(cli_run, every_exit_status_is_in_the_help)
 {
-    struct run r = cli_run("", "--help", "");
+    AUTO_DONE(r) = cli_run("", "--help", "");
     cr_assert(strstr(r.out, "3 nothing fits, 4 mistakes\n"), "%s", r.out);
-    done(&r);
 }
 
 Test(cli_run, help)
 {
-    struct run r = cli_run("", "run", "--help");
-    struct run topic = cli_run("", "help", "run");
+    AUTO_DONE(r) = cli_run("", "run", "--help");
+    AUTO_DONE(topic) = cli_run("", "help", "run");
     cr_assert_eq(r.code, 0);
     cr_assert(topic.code == 0 && strcmp(topic.out, r.out) == 0, "%s", topic.error);
     cr_assert(strstr(r.out, "usage: rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"), "%s",
               r.out);
-    done(&r);
-    done(&topic);
 }
 
 /* ---- checks ---- */
@@ -428,17 +407,16 @@ Test(cli_run, a_check_of_the_reference_model_finds_nothing_at_any_level)
         "--preset tiny --data text --batch 16 --lighten 3",
     };
     for (size_t i = 0; i < sizeof arguments / sizeof *arguments; i++) {
-        struct run r = run("--check", cli_gpt, arguments[i]);
+        AUTO_DONE(r) = run("--check", cli_gpt, arguments[i]);
         cr_expect_eq(r.code, 0, "%s%s", r.out, r.error);
         cr_expect(strncmp(r.out, "no mistakes: ", 13) == 0, "%s%s", r.out, r.error);
         cr_expect_str_eq(r.error, "");
-        done(&r);
     }
 }
 
 Test(cli_run, a_check_says_what_it_compared)
 {
-    struct run r = run("--check", cli_minimal, "");
+    AUTO_DONE(r) = run("--check", cli_minimal, "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_assert(strncmp(r.out, "no mistakes: ", 13) == 0, "%s", r.out);
     cr_assert(strstr(r.out, ", compared 1 name, "), "%s", r.out);
@@ -447,5 +425,4 @@ Test(cli_run, a_check_says_what_it_compared)
     cr_assert_eq(r.code, 2);
     cr_assert(strstr(r.error, "REBATCH_CHECK is \"yes\": expected 1, or 0 for no check"), "%s",
               r.error);
-    done(&r);
 }

@@ -33,10 +33,9 @@ static void expect_clean(const char *name)
 {
     char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "--check -- '%s'", program(name));
-    struct run r = cli_run("", "run", line);
+    AUTO_DONE(r) = cli_run("", "run", line);
     cr_expect_eq(r.code, 0, "%s%s", r.out, r.error);
     cr_expect(strstr(r.out, "no mistakes: ") && !strstr(r.out, "note "), "%s%s", r.out, r.error);
-    done(&r);
 }
 
 Test(examples, mlp_has_the_bits_of_the_program_as_it_was)

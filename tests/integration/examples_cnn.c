@@ -72,9 +72,8 @@ Test(examples_cnn, has_no_mistakes)
 {
     char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "--check -- '%s'", program());
-    struct run r = cli_run("", "run", line);
+    AUTO_DONE(r) = cli_run("", "run", line);
     cr_expect_eq(r.code, 0, "%s%s", r.out, r.error);
     cr_expect(strstr(r.out, "no mistakes: ") && !strstr(r.out, "note "), "%s%s", r.out, r.error);
     cr_expect(strstr(r.out, "compared 3 names"), "%s", r.out);
-    done(&r);
 }

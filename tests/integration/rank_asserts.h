@@ -3,11 +3,8 @@
 #ifndef RANK_ASSERTS_H
 #define RANK_ASSERTS_H
 
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "rank_threads.h"
+#include "rig.h"
 
 static inline void open_ranks(struct ranks *ranks, uint32_t size, const rebatch_options *options)
 {

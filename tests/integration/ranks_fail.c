@@ -7,9 +7,7 @@
 
 static void open(struct ranks *ranks, uint32_t size)
 {
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    o.micro_start = 4;
-    open_ranks(ranks, size, &o);
+    open_ranks(ranks, size, &OPTIONS(.micro_start = 4));
 }
 
 static void assert_ends(const struct rank *r, rebatch_status status, const char *error)
@@ -97,19 +95,18 @@ static rebatch_status explain_twice(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, the_last_sentence_of_a_callback_is_heard_alone)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 2);
     ranks.rank[1].inside = explain_twice;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 1 ended step 0: no label!");
     const char *const why = strstr(ranks.rank[0].error, "no label!");
     cr_assert_str_eq(why, "no label!", "%s", ranks.rank[0].error);
-    ranks_close(&ranks);
 }
 
 Test(ranks_fail, a_sentence_that_is_too_long_ends_with_a_whole_character)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     char why[300];
     memset(why, 'x', sizeof why);
     memcpy(why + 199, "\xc3\xa9", 2); /* e with an accent, across the limit of 200 bytes */
@@ -121,7 +118,6 @@ Test(ranks_fail, a_sentence_that_is_too_long_ends_with_a_whole_character)
     why[199] = '\0';
     assert_ends(&ranks.rank[1], REBATCH_E_PEER, why);
     cr_assert_eq(strlen(strchr(ranks.rank[1].error, 'x')), 199);
-    ranks_close(&ranks);
 }
 
 Test(ranks_fail, where_several_fail_the_lowest_rank_is_heard_and_each_has_its_own_status)
@@ -158,18 +154,17 @@ static rebatch_status save_nothing(rebatch_guard_point point, void *user)
 
 Test(ranks_fail, a_rank_that_fails_before_its_first_callback_takes_part_in_the_reduction)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     bool fails = true;
     rebatch_guard_ops guard = {sizeof guard, save_nothing, save_nothing};
     open(&ranks, 2);
-    cr_assert_eq(rebatch_guard_with(ranks.rank[1].rb, &guard, &fails), REBATCH_OK);
+    OK(rebatch_guard_with(ranks.rank[1].rb, &guard, &fails));
     ranks_step(&ranks);
     cr_assert_eq(ranks.rank[0].status, REBATCH_E_PEER);
     cr_assert_eq(ranks.rank[1].status, RANK_STATUS);
     cr_assert_eq(ranks.rank[1].abandons, 1);
     fails = false;
     assert_goes_on(&ranks, 0);
-    ranks_close(&ranks);
 }
 
 /* Rank 0 fails only because rank 1 has: its collective ends without that rank. */
@@ -227,7 +222,7 @@ static rebatch_status take_memory(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, an_update_whose_memory_is_gone_ends_the_step_before_anybody_updates)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 2);
     ranks.rank[0].ops.reduce = ranks.rank[1].ops.reduce = reduce_nothing;
     ranks_step(&ranks);
@@ -238,7 +233,6 @@ Test(ranks_fail, an_update_whose_memory_is_gone_ends_the_step_before_anybody_upd
                 "rank 1 ended step 2: out of memory in optimizer_step");
     assert_ends(&ranks.rank[1], REBATCH_E_EXHAUSTED, "out of memory in optimizer_step");
     cr_assert_eq(ranks.rank[1].abandons, 0, "reduce had run");
-    ranks_close(&ranks);
 }
 
 /* ---- ranks that do not step ---- */
@@ -250,16 +244,15 @@ static rebatch_status abandon(struct rank *r)
 
 Test(ranks_fail, a_rank_can_abandon_a_step_before_it)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3);
     ranks.rank[2].act = abandon;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 2 ended step 0: its data cannot be read");
     assert_ends(&ranks.rank[1], REBATCH_E_PEER, "rank 2 ended step 0: its data cannot be read");
-    cr_assert_eq(ranks.rank[2].status, REBATCH_OK);
+    OK(ranks.rank[2].status);
     cr_assert_eq(ranks.meeting.programs, 0);
     assert_goes_on(&ranks, 0);
-    ranks_close(&ranks);
 }
 
 static rebatch_status step_wrongly(struct rank *r)
@@ -293,34 +286,32 @@ Test(ranks_fail, arguments_that_are_refused_on_one_rank_end_the_step_on_all)
     static const char *const sentences[] = {"batch is 0", "ops.reduce is NULL",
                                             "ops.reduce is NULL"};
     for (size_t i = 0; i < sizeof acts / sizeof *acts; i++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         open(&ranks, 2);
         ranks.rank[0].act = acts[i];
         ranks_step(&ranks);
         assert_ends(&ranks.rank[0], REBATCH_E_INVALID, sentences[i]);
         assert_ends(&ranks.rank[1], REBATCH_E_PEER, sentences[i]);
         assert_goes_on(&ranks, 0);
-        ranks_close(&ranks);
     }
 }
 
 Test(ranks_fail, ranks_that_disagree_are_told_both_values)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3);
-    cr_assert_eq(rebatch_set_step(ranks.rank[1].rb, 7), REBATCH_OK);
+    OK(rebatch_set_step(ranks.rank[1].rb, 7));
     ranks_step(&ranks);
     for (uint32_t i = 0; i < 3; i++) {
         assert_ends(&ranks.rank[i], REBATCH_E_PEER, "disagree on the number of the step");
         assert_ends(&ranks.rank[i], REBATCH_E_PEER, "0 on one rank, 7 on another");
     }
-    cr_assert_eq(rebatch_set_step(ranks.rank[1].rb, 0), REBATCH_OK);
+    OK(rebatch_set_step(ranks.rank[1].rb, 0));
     ranks.rank[2].ops.flags |= REBATCH_OWN_WEIGHTS;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "ops.flags: 1 on one rank, 3 on another");
     ranks.rank[2].ops.flags = ranks.rank[0].ops.flags;
     assert_goes_on(&ranks, 0);
-    ranks_close(&ranks);
 }
 
 /* ---- updates that fail after the vote ---- */
@@ -337,12 +328,12 @@ static rebatch_status tear(struct rank *r, enum rank_place place)
 Test(ranks_fail, an_update_that_fails_on_one_rank_is_told_to_all_in_the_next_step)
 {
     for (int is_torn = 0; is_torn < 2; is_torn++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         open(&ranks, 2);
         ranks.rank[1].inside = tear;
         ranks.rank[1].inside_user = is_torn ? &ranks : NULL;
         ranks_step(&ranks);
-        cr_assert_eq(ranks.rank[0].status, REBATCH_OK);
+        OK(ranks.rank[0].status);
         cr_assert_eq(ranks.rank[0].updates, 1);
         assert_ends(&ranks.rank[1], RANK_STATUS, "other ranks have updated");
         cr_assert_eq(ranks.rank[1].report.torn, is_torn);
@@ -355,10 +346,9 @@ Test(ranks_fail, an_update_that_fails_on_one_rank_is_told_to_all_in_the_next_ste
         assert_ends(&ranks.rank[0], REBATCH_E_PEER, "disagree on the number of the step");
         for (uint32_t i = 0; i < 2; i++) {
             memset(ranks.rank[i].parameters, 0, sizeof ranks.rank[i].parameters);
-            cr_assert_eq(rebatch_set_step(ranks.rank[i].rb, 0), REBATCH_OK);
+            OK(rebatch_set_step(ranks.rank[i].rb, 0));
         }
         assert_goes_on(&ranks, 0);
-        ranks_close(&ranks);
     }
 }
 
@@ -379,7 +369,7 @@ static void assert_over(struct ranks *ranks, uint32_t absent, const char *senten
 Test(ranks_fail, a_rank_that_does_not_come_ends_the_group_with_its_number)
 {
     for (uint32_t absent = 0; absent < 3; absent++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         rebatch_options o = REBATCH_OPTIONS_INIT;
         o.group_timeout_ms = 1500; /* the others come within it, on a busy machine too */
         cr_assert(ranks_open(&ranks, 3, &o, 0));
@@ -388,7 +378,6 @@ Test(ranks_fail, a_rank_that_does_not_come_ends_the_group_with_its_number)
         (void)snprintf(sentence, sizeof sentence, "step 0: rank %u did not vote within 1500 ms",
                        absent);
         assert_over(&ranks, absent, sentence);
-        ranks_close(&ranks);
     }
 }
 
@@ -401,7 +390,7 @@ static rebatch_status leave(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, a_connection_that_is_lost_within_a_step_undoes_it)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 2);
     ranks_step(&ranks);
     ranks.rank[1].inside = leave;
@@ -412,7 +401,6 @@ Test(ranks_fail, a_connection_that_is_lost_within_a_step_undoes_it)
     }
     cr_assert_eq(ranks.meeting.aborts, 2);
     cr_assert(ranks_have_stepped(&ranks, 1));
-    ranks_close(&ranks);
 }
 
 /* The n-th all-reduce of the rank fails, with a status and a sentence of its own. */
@@ -438,17 +426,14 @@ static void open_breaking(struct ranks *ranks, struct breaking *b)
 {
     open(ranks, 2);
     struct rank *const r = &ranks->rank[1];
-    rebatch_options o = REBATCH_OPTIONS_INIT;
     rebatch_group group = rank_group(r);
     b->rank = r;
     group.all_reduce = all_reduce_until;
     group.missing = NULL;
     group.abort = NULL;
     group.user = b;
-    o.group = &group;
-    o.log_level = REBATCH_LOG_QUIET;
     rebatch_close(r->rb);
-    cr_assert_eq(rebatch_open(&r->rb, r->device, &o), REBATCH_OK);
+    OK(rebatch_open(&r->rb, r->device, &OPTIONS(.group = &group, .log_level = REBATCH_LOG_QUIET)));
 }
 
 /* Of a step that succeeds, of one that rank 0 fails in, and of one that this rank fails in. */
@@ -457,9 +442,8 @@ Test(ranks_fail, an_all_reduce_that_fails_at_any_call_ends_the_group)
     enum rank_place place = RANK_FORWARD;
     for (uint32_t failing = 0; failing < 3; failing++)
         for (uint64_t nth = 1; nth <= (failing < 2 ? 4 : 2); nth++) {
-            struct ranks ranks;
             struct breaking b = {.fails = nth};
-            open_breaking(&ranks, &b);
+            OPEN_WITH(open_breaking, ranks, ranks, &b);
             if (failing < 2) {
                 ranks.rank[failing].inside = fail_at;
                 ranks.rank[failing].inside_user = &place;
@@ -478,6 +462,5 @@ Test(ranks_fail, an_all_reduce_that_fails_at_any_call_ends_the_group)
                         "step 0: another rank did not vote: capacity_bytes is 0");
             cr_assert_eq(b.calls, nth, "it is not called again");
             cr_assert(ranks_have_stepped(&ranks, 0));
-            ranks_close(&ranks);
         }
 }

@@ -6,6 +6,7 @@
 #define STATES RANK_STATES
 #define EVENTS RANK_EVENTS
 #define TRANSITIONS RANK_TRANSITIONS
+#include "rig.h"
 #include "watched_ranks.h"
 
 static enum event event_of_vote(size_t count, rebatch_reduction reduction)
@@ -28,7 +29,5 @@ static bool event_of_place(enum event *out, enum rank_place place)
 
 Test(ranks_model, a_rank_takes_each_transition_of_the_model_and_no_other)
 {
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    o.micro_start = 4;
-    take_all_transitions(&o, 1);
+    take_all_transitions(&OPTIONS(.micro_start = 4), 1);
 }

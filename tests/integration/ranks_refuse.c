@@ -4,7 +4,7 @@
 
 #include <criterion/criterion.h>
 
-#include "rank_threads.h"
+#include "rank_asserts.h"
 
 static rebatch_status all_reduce_nothing(uint64_t *words, size_t count, rebatch_reduction reduction,
                                          uint64_t timeout_ms, void *user)
@@ -16,7 +16,7 @@ static rebatch_status all_reduce_nothing(uint64_t *words, size_t count, rebatch_
 Test(ranks_refuse, a_table_that_is_not_whole_opens_nothing)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, 1 << 20, NULL), REBATCH_OK);
+    OK(rebatch_device_open_host(&device, 1 << 20, NULL));
     const rebatch_group whole = {
         .struct_size = sizeof whole, .rank = 1, .size = 2, .all_reduce = all_reduce_nothing};
     rebatch_group tables[] = {whole, whole, whole, whole, whole};
@@ -30,9 +30,7 @@ Test(ranks_refuse, a_table_that_is_not_whole_opens_nothing)
                                             "group->size is 131073"};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
         rebatch *rb;
-        rebatch_options o = REBATCH_OPTIONS_INIT;
-        o.group = &tables[i];
-        cr_assert_eq(rebatch_open(&rb, device, &o), REBATCH_E_INVALID);
+        cr_assert_eq(rebatch_open(&rb, device, &OPTIONS(.group = &tables[i])), REBATCH_E_INVALID);
         cr_assert(strstr(rebatch_last_error(), sentences[i]), "%s", rebatch_last_error());
     }
     rebatch_device_close(device);
@@ -40,8 +38,7 @@ Test(ranks_refuse, a_table_that_is_not_whole_opens_nothing)
 
 Test(ranks_refuse, abandoning_and_explaining_are_checked)
 {
-    struct ranks ranks;
-    cr_assert(ranks_open(&ranks, 2, NULL, 0), "%s", rebatch_last_error());
+    OPEN_WITH(open_ranks, ranks, ranks, 2, NULL);
     cr_assert_eq(rebatch_abandon_step(NULL, "x"), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_abandon_step(ranks.rank[0].rb, NULL), REBATCH_E_INVALID);
     rebatch_explain(ranks.rank[0].rb, "x");
@@ -49,8 +46,7 @@ Test(ranks_refuse, abandoning_and_explaining_are_checked)
     rebatch_explain(NULL, "x");
     cr_assert_eq(rebatch_last_status(), REBATCH_E_INVALID);
     rebatch *alone;
-    cr_assert_eq(rebatch_open(&alone, ranks.rank[0].device, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_abandon_step(alone, "x"), REBATCH_OK);
+    OK(rebatch_open(&alone, ranks.rank[0].device, NULL));
+    OK(rebatch_abandon_step(alone, "x"));
     rebatch_close(alone);
-    ranks_close(&ranks);
 }

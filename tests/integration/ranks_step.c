@@ -21,26 +21,24 @@ static void open(struct ranks *ranks, uint32_t size)
 Test(ranks_step, the_effective_batch_is_the_samples_of_all_ranks)
 {
     for (uint32_t size = 1; size <= 4; size++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         open(&ranks, size);
         for (uint64_t step = 0; step < 3; step++) {
             ranks_step(&ranks);
             assert_all(&ranks, REBATCH_OK);
         }
         cr_assert(ranks_have_stepped(&ranks, 3));
-        ranks_close(&ranks);
     }
 }
 
 Test(ranks_step, a_step_that_succeeds_votes_twice_and_reduces_once)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3);
     for (int step = 0; step < 5; step++)
         ranks_step(&ranks);
     cr_assert_eq(ranks.meeting.votes, 10);
     cr_assert_eq(ranks.meeting.programs, 5);
-    ranks_close(&ranks);
 }
 
 /* Steps whose n-th request of `ranks_that_fail` finds no memory, for every n. */
@@ -68,24 +66,22 @@ static uint64_t fail_every_request(struct ranks *ranks, uint32_t only, bool is_o
 Test(ranks_step, an_oom_at_any_request_of_one_rank_is_its_own_matter)
 {
     for (uint32_t only = 0; only < 3; only++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         open(&ranks, 3);
         cr_assert_gt(fail_every_request(&ranks, only, false), 6);
-        ranks_close(&ranks);
     }
 }
 
 Test(ranks_step, an_oom_at_any_request_of_all_ranks_changes_no_result)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3);
     cr_assert_gt(fail_every_request(&ranks, 0, true), 6);
-    ranks_close(&ranks);
 }
 
 Test(ranks_step, an_oom_in_reduce_before_its_first_collective_runs_reduce_again)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 2);
     for (uint64_t nth = 1; ranks.rank[1].report.ooms_in[REBATCH_PHASE_REDUCE] == 0; nth++) {
         ranks.rank[1].fail_request = nth;
@@ -96,18 +92,13 @@ Test(ranks_step, an_oom_in_reduce_before_its_first_collective_runs_reduce_again)
     cr_assert_eq(ranks.rank[1].report.ooms, 1);
     cr_assert_eq(ranks.rank[1].report.redone_samples, 0);
     cr_assert_eq(ranks.rank[0].report.ooms, 0);
-    ranks_close(&ranks);
 }
 
 Test(ranks_step, each_rank_has_its_own_sizes_and_report)
 {
-    struct ranks ranks;
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    o.growth = REBATCH_OFF;
-    cr_assert(ranks_open(&ranks, 2, &o, 0));
+    OPEN_WITH(open_ranks, ranks, ranks, 2, &OPTIONS(.growth = REBATCH_OFF));
     ranks.rank[1].batch = 200; /* which need 200 KiB at once */
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(ranks.rank[1].rb), (size_t)128 << 10),
-                 REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(ranks.rank[1].rb), (size_t)128 << 10));
     ranks_step(&ranks);
     cr_assert_gt(ranks.rank[1].report.ooms, 0);
     ranks_step(&ranks);
@@ -115,7 +106,6 @@ Test(ranks_step, each_rank_has_its_own_sizes_and_report)
     cr_assert(ranks_have_stepped(&ranks, 2));
     cr_assert_eq(ranks.rank[0].report.microbatches, 1);
     cr_assert_eq(ranks.rank[1].report.microbatches, 2); /* 100 + 100 */
-    ranks_close(&ranks);
 }
 
 static rebatch_status make_buffers(size_t micro_batch, void *user)
@@ -138,14 +128,11 @@ static rebatch_status take_half(struct rank *r, enum rank_place place)
 
 Test(ranks_step, a_reduction_that_finds_no_memory_beside_the_buffers_makes_them_smaller)
 {
-    struct ranks ranks;
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    o.growth = REBATCH_OFF;
-    cr_assert(ranks_open(&ranks, 2, &o, 0));
+    OPEN_WITH(open_ranks, ranks, ranks, 2, &OPTIONS(.growth = REBATCH_OFF));
     struct rank *const r = &ranks.rank[1];
     r->ops.resize = make_buffers; /* for 9 samples, 576 KiB */
     r->inside = take_half;
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(r->rb), (size_t)1 << 20), REBATCH_OK);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(r->rb), (size_t)1 << 20));
     ranks_step(&ranks);
     assert_all(&ranks, REBATCH_OK);
     cr_assert_eq(r->report.ooms_in[REBATCH_PHASE_REDUCE], 1);
@@ -155,7 +142,6 @@ Test(ranks_step, a_reduction_that_finds_no_memory_beside_the_buffers_makes_them_
     assert_all(&ranks, REBATCH_OK);
     cr_assert_eq(r->report.ooms, 0);
     cr_assert(ranks_have_stepped(&ranks, 2));
-    ranks_close(&ranks);
 }
 
 static rebatch_status count_call(void *user, rebatch_status status)
@@ -170,22 +156,17 @@ static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
 
 Test(ranks_step, functions_outside_of_training_do_not_vote)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     uint64_t calls = 0;
-    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
-    map.run = run_samples;
+    const rebatch_map_ops map = {.struct_size = sizeof map, .run = run_samples};
     open(&ranks, 2);
-    cr_assert_eq(rebatch_map(ranks.rank[1].rb, &map, 5, &calls, NULL), REBATCH_OK);
+    OK(rebatch_map(ranks.rank[1].rb, &map, 5, &calls, NULL));
     cr_assert_gt(calls, 0);
     ranks.rank[0].batch = 4;
     rebatch_check_report found = {0};
-    cr_assert_eq(rebatch_watch(ranks.rank[0].rb, "sums", ranks.rank[0].sums,
-                               sizeof ranks.rank[0].sums, REBATCH_GUARD_HOST, REBATCH_BYTES),
-                 REBATCH_OK);
-    cr_assert_eq(
-        rebatch_check(ranks.rank[0].rb, &ranks.rank[0].ops, 4, &ranks.rank[0], NULL, &found),
-        REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_watch(ranks.rank[0].rb, "sums", ranks.rank[0].sums, sizeof ranks.rank[0].sums,
+                     REBATCH_GUARD_HOST, REBATCH_BYTES));
+    OK(rebatch_check(ranks.rank[0].rb, &ranks.rank[0].ops, 4, &ranks.rank[0], NULL, &found));
     cr_assert_eq(ranks.meeting.arrived, 0);
     cr_assert_eq(ranks.meeting.votes + ranks.meeting.programs, 0);
-    ranks_close(&ranks);
 }

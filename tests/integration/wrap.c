@@ -1,23 +1,20 @@
 /* Owns the tests of rebatch/wrap.h and rebatch/current.h, over a stand-in for CUDA's runtime and a
  * host device, whose streams lag as the tests want. Must not know more of the library than its
  * public headers say. */
-#include <criterion/criterion.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "rebatch/rebatch.h"
 #include "rebatch/wrap.h"
+#include "rig.h"
 #include "wrap_trainer.h"
 
-#define MIB ((size_t)1 << 20)
-#define ROOM_BYTES (64 * MIB)
+#define ROOM_BYTES (MIB(64))
 
 /* ---- the stand-in ---- */
 
@@ -86,15 +83,15 @@ struct rig {
     rebatch *rb;
 };
 
-static void rig_open(struct rig *rig)
+static struct rig rig_open(void)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    cr_assert_eq(rebatch_device_open_host(&rig->device, ROOM_BYTES, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_stream_create(&rig->own, rig->device), REBATCH_OK);
-    cr_assert_eq(rebatch_stream_create(&rig->other, rig->device), REBATCH_OK);
-    options.stream = rig->own;
-    cr_assert_eq(rebatch_open(&rig->rb, rig->device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_set_current(rig->rb), REBATCH_OK);
+    struct rig rig;
+    OK(rebatch_device_open_host(&rig.device, ROOM_BYTES, NULL));
+    OK(rebatch_stream_create(&rig.own, rig.device));
+    OK(rebatch_stream_create(&rig.other, rig.device));
+    OK(rebatch_open(&rig.rb, rig.device, &OPTIONS(.stream = rig.own)));
+    OK(rebatch_set_current(rig.rb));
+    return rig;
 }
 
 static void rig_close(struct rig *rig)
@@ -104,13 +101,6 @@ static void rig_close(struct rig *rig)
     rebatch_stream_destroy(rig->device, rig->own);
     rebatch_stream_destroy(rig->device, rig->other);
     rebatch_device_close(rig->device);
-}
-
-static uint64_t live_bytes(const struct rig *rig)
-{
-    rebatch_pool_stats stats;
-    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rig->rb)), REBATCH_OK);
-    return stats.live_bytes;
 }
 
 /* Work on a stream that does not end before somebody opens its gate. */
@@ -131,7 +121,7 @@ static void enqueue_work(struct work *work, const struct rig *rig, rebatch_strea
 {
     cr_assert_eq(sem_init(&work->gate, 0, 0), 0);
     atomic_store(&work->done, 0);
-    cr_assert_eq(rebatch_stream_call(rig->device, stream, run_work, work), REBATCH_OK);
+    OK(rebatch_stream_call(rig->device, stream, run_work, work));
 }
 
 static void *open_later(void *user)
@@ -163,19 +153,17 @@ static cudaStream_t as_cuda(rebatch_stream stream)
 
 Test(wrap, allocations_are_the_pools)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     void *a, *b;
-    cr_assert_eq(cudaMalloc(&a, MIB), cudaSuccess);
-    cr_assert_eq(cudaMallocAsync(&b, 2 * MIB, as_cuda(rig.other)), cudaSuccess);
-    cr_assert_eq(live_bytes(&rig), 3 * MIB);
+    cr_assert_eq(cudaMalloc(&a, MIB(1)), cudaSuccess);
+    cr_assert_eq(cudaMallocAsync(&b, MIB(2), as_cuda(rig.other)), cudaSuccess);
+    cr_assert_eq(live_bytes_of(rig.rb), MIB(3));
     cr_assert_eq(cudaFree(a), cudaSuccess);
     cr_assert_eq(cudaFreeAsync(b, as_cuda(rig.other)), cudaSuccess);
     cr_assert_eq(cudaFree(NULL), cudaSuccess);
     cr_assert_eq(cudaFreeAsync(NULL, NULL), cudaSuccess);
-    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
     cr_assert_eq(runtime.mallocs + runtime.frees, 0);
-    rig_close(&rig);
 }
 
 Test(wrap, without_a_session_they_are_cudas_own)
@@ -184,7 +172,7 @@ Test(wrap, without_a_session_they_are_cudas_own)
     void *a, *b;
     cr_assert_eq((cudaMalloc)(&a, 100), cudaSuccess);
     cr_assert_eq((cudaMallocAsync)(&b, 100, NULL), cudaSuccess);
-    rig_open(&rig);
+    rig = rig_open();
     cr_assert_eq(cudaFree(a), cudaSuccess); /* what came before is freed there, too */
     cr_assert_eq(cudaFreeAsync(b, NULL), cudaSuccess);
     cr_assert_eq(runtime.mallocs, 2);
@@ -198,39 +186,34 @@ Test(wrap, without_a_session_they_are_cudas_own)
 
 Test(wrap, with_another_gpu_current_they_are_cudas_own)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     void *ours, *a, *b;
-    cr_assert_eq(cudaMalloc(&ours, MIB), cudaSuccess);
+    cr_assert_eq(cudaMalloc(&ours, MIB(1)), cudaSuccess);
     runtime.gpu = 1;
     cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
     cr_assert_eq(cudaMallocAsync(&b, 100, NULL), cudaSuccess);
     cr_assert_eq(runtime.mallocs, 2);
     cr_assert_eq(cudaFree(ours), cudaSuccess); /* whichever is current, as CUDA has it */
-    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
     cr_assert_eq(cudaFree(a), cudaSuccess);
     cr_assert_eq(cudaFreeAsync(b, NULL), cudaSuccess);
     cr_assert_eq(runtime.frees, 2);
-    rig_close(&rig);
 }
 
 Test(wrap, in_parentheses_they_are_cudas_own)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     void *a;
     cr_assert_eq((cudaMalloc)(&a, 100), cudaSuccess);
-    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
     cr_assert_eq((cudaFree)(a), cudaSuccess);
     cr_assert_eq(runtime.mallocs, 1);
     cr_assert_eq(runtime.frees, 1);
-    rig_close(&rig);
 }
 
 Test(wrap, what_does_not_fit_is_cudas_code_and_rebatchs_sentence)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     void *a = &rig, *b = &rig;
     cr_assert_eq(cudaMalloc(&a, 2 * ROOM_BYTES), cudaErrorMemoryAllocation);
     cr_assert_null(a);
@@ -239,7 +222,6 @@ Test(wrap, what_does_not_fit_is_cudas_code_and_rebatchs_sentence)
     cr_assert_null(b);
     cr_assert_eq(cudaMalloc(&a, 0), cudaSuccess);
     cr_assert_null(a);
-    rig_close(&rig);
 }
 
 Test(wrap, a_code_means_the_status_that_it_came_from)
@@ -258,46 +240,41 @@ Test(wrap, a_code_means_the_status_that_it_came_from)
 
 Test(wrap, a_free_waits_for_every_stream)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     for (int i = 0; i < 3; i++) {
         struct work work;
         void *a;
-        cr_assert_eq(cudaMalloc(&a, MIB), cudaSuccess);
+        cr_assert_eq(cudaMalloc(&a, MIB(1)), cudaSuccess);
         enqueue_work(&work, &rig, i == 0 ? rig.own : rig.other);
         end_work_later(&work);
         cr_assert_eq(i < 2 ? cudaFree(a) : cudaFreeAsync(a, cudaStreamPerThread), cudaSuccess);
         check_waited(&work);
     }
-    cr_assert_eq(live_bytes(&rig), 0);
-    rig_close(&rig);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
 }
 
 Test(wrap, a_free_on_a_stream_does_not_wait_and_what_comes_from_it_does)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     struct work work;
     void *a, *b, *c;
-    cr_assert_eq(cudaMallocAsync(&a, MIB, as_cuda(rig.own)), cudaSuccess);
+    cr_assert_eq(cudaMallocAsync(&a, MIB(1), as_cuda(rig.own)), cudaSuccess);
     enqueue_work(&work, &rig, rig.own);
     cr_assert_eq(cudaFreeAsync(a, as_cuda(rig.own)), cudaSuccess);
     cr_assert_not(atomic_load(&work.done)); /* its gate is closed */
-    cr_assert_eq(cudaMallocAsync(&b, MIB, as_cuda(rig.own)), cudaSuccess);
+    cr_assert_eq(cudaMallocAsync(&b, MIB(1), as_cuda(rig.own)), cudaSuccess);
     cr_assert_eq(b, a, "the stream itself may have it at once");
     cr_assert_eq(cudaFreeAsync(b, as_cuda(rig.own)), cudaSuccess);
     end_work_later(&work);
-    cr_assert_eq(cudaMalloc(&c, MIB), cudaSuccess);
+    cr_assert_eq(cudaMalloc(&c, MIB(1)), cudaSuccess);
     cr_assert_eq(c, a);
     check_waited(&work); /* any stream may use `c` now */
     cr_assert_eq(cudaFree(c), cudaSuccess);
-    rig_close(&rig);
 }
 
 Test(wrap, a_block_that_is_freed_on_another_stream_waits_for_that)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     struct work work;
     void *a, *b;
     cr_assert_eq(cudaMalloc(&a, ROOM_BYTES), cudaSuccess); /* all that there is */
@@ -307,7 +284,6 @@ Test(wrap, a_block_that_is_freed_on_another_stream_waits_for_that)
     cr_assert_eq(cudaMalloc(&b, ROOM_BYTES), cudaSuccess);
     check_waited(&work);
     cr_assert_eq(cudaFree(b), cudaSuccess);
-    rig_close(&rig);
 }
 
 /* ---- steps ---- */
@@ -327,19 +303,13 @@ struct lagging {
     unsigned attempts;
 };
 
-static rebatch_status nothing(void *user)
-{
-    (void)user;
-    return REBATCH_OK;
-}
-
 static rebatch_status lag_and_fail_once(const rebatch_microbatch *mb, void *user)
 {
     struct lagging *lagging = user;
     (void)mb;
     if (lagging->attempts++ == 0) {
         void *more;
-        check(cudaMalloc(&lagging->kept, MIB));
+        check(cudaMalloc(&lagging->kept, MIB(1)));
         enqueue_work(&lagging->work, lagging->rig, lagging->rig->other);
         end_work_later(&lagging->work);
         check(cudaMalloc(&more, 2 * ROOM_BYTES));
@@ -354,27 +324,23 @@ static rebatch_status lag_and_fail_once(const rebatch_microbatch *mb, void *user
 
 Test(wrap, an_attempt_is_taken_back_when_no_stream_is_at_work)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     struct lagging lagging = {.rig = &rig};
-    const rebatch_step_ops ops = {sizeof ops, nothing, lag_and_fail_once,
-                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL,    NULL};
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, lag_and_fail_once, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     rebatch_step_report report;
-    cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &lagging, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_step(rig.rb, &ops, 2, &lagging, &report));
     cr_assert_eq(report.ooms, 1);
     cr_assert_eq(lagging.attempts, 3);
     cr_assert_eq(runtime.frees, 0);
-    cr_assert_eq(live_bytes(&rig), 0);
-    rig_close(&rig);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
 }
 
 static rebatch_status lag_and_give_up(const rebatch_microbatch *mb, void *user)
 {
     struct lagging *lagging = user;
     (void)mb;
-    check(cudaMalloc(&lagging->kept, MIB));
+    check(cudaMalloc(&lagging->kept, MIB(1)));
     enqueue_work(&lagging->work, lagging->rig, lagging->rig->other);
     end_work_later(&lagging->work);
     return REBATCH_E_USER;
@@ -382,22 +348,19 @@ static rebatch_status lag_and_give_up(const rebatch_microbatch *mb, void *user)
 
 Test(wrap, so_is_one_that_fails_for_another_reason)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     struct lagging lagging = {.rig = &rig};
-    const rebatch_step_ops ops = {sizeof ops, nothing, lag_and_give_up,
-                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL,    NULL};
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, lag_and_give_up, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &lagging, NULL), REBATCH_E_USER);
     check_waited(&lagging.work);
-    cr_assert_eq(live_bytes(&rig), 0);
-    rig_close(&rig);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
 }
 
 static void *allocate_there(void *user)
 {
     void **const batch = user;
-    return cudaMalloc(batch, 3 * MIB) == cudaSuccess ? user : NULL;
+    return cudaMalloc(batch, MIB(3)) == cudaSuccess ? user : NULL;
 }
 
 /* The first attempt runs out of memory, after another thread has prepared a batch beside it. */
@@ -405,12 +368,12 @@ static rebatch_status prepare_and_fail_once(const rebatch_microbatch *mb, void *
 {
     pthread_t thread;
     void *prepared = NULL, *own;
-    check(cudaMalloc(&own, MIB));
+    check(cudaMalloc(&own, MIB(1)));
     if (mb->attempt == 0) {
         cr_assert_eq(pthread_create(&thread, NULL, allocate_there, user), 0);
         cr_assert_eq(pthread_join(thread, &prepared), 0);
         cr_assert_not_null(prepared);
-        memset(*(void **)user, 0x5a, 3 * MIB);
+        memset(*(void **)user, 0x5a, MIB(3));
         check(cudaMalloc(&own, ROOM_BYTES));
     }
     rebatch_wrap_mutating();
@@ -420,21 +383,17 @@ static rebatch_status prepare_and_fail_once(const rebatch_microbatch *mb, void *
 
 Test(wrap, what_other_threads_allocate_beside_a_step_stays)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     unsigned char *batch = NULL;
-    const rebatch_step_ops ops = {sizeof ops, nothing, prepare_and_fail_once,
-                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL,    NULL};
+    const rebatch_step_ops ops = OPS(nothing_to_do, prepare_and_fail_once, nothing_to_do,
+                                     .flags = REBATCH_DECLARES_MUTATION);
     rebatch_step_report report;
-    cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &batch, &report), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_step(rig.rb, &ops, 2, &batch, &report));
     cr_assert_eq(report.ooms, 1);
-    cr_assert_eq(live_bytes(&rig), 3 * MIB);
+    cr_assert_eq(live_bytes_of(rig.rb), MIB(3));
     cr_assert_eq(batch[0], 0x5a);
-    cr_assert_eq(batch[3 * MIB - 1], 0x5a);
+    cr_assert_eq(batch[MIB(3) - 1], 0x5a);
     cr_assert_eq(cudaFree(batch), cudaSuccess);
-    rig_close(&rig);
 }
 
 static void *escape_there(void *user)
@@ -461,19 +420,16 @@ static rebatch_status escape_for_nothing(const rebatch_microbatch *mb, void *use
 
 Test(wrap, what_is_no_oom_of_a_step_comes_back)
 {
-    struct rig rig;
     rebatch_escape_on_oom(cudaErrorMemoryAllocation); /* no session */
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     rebatch_clear_error();
     rebatch_escape_on_oom(cudaErrorMemoryAllocation); /* no step */
     cr_assert_str_eq(rebatch_last_error(), "", "what was said before is still there");
     unsigned came_back = 0;
-    const rebatch_step_ops ops = {sizeof ops, nothing, escape_for_nothing,
-                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL,    NULL};
-    cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &came_back, NULL), REBATCH_OK);
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, escape_for_nothing, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
+    OK(rebatch_step(rig.rb, &ops, 1, &came_back, NULL));
     cr_assert_eq(came_back, 1);
-    rig_close(&rig);
 }
 
 static rebatch_status close_within(const rebatch_microbatch *mb, void *user)
@@ -487,28 +443,23 @@ static rebatch_status close_within(const rebatch_microbatch *mb, void *user)
 
 Test(wrap, close_within_a_step_is_refused)
 {
-    struct rig rig;
-    const rebatch_step_ops ops = {sizeof ops, nothing, close_within,
-                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL,    NULL};
-    rig_open(&rig);
-    cr_assert_eq(rebatch_step(rig.rb, &ops, 2, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    const rebatch_step_ops ops =
+        OPS(nothing_to_do, close_within, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
+    AUTO_CLOSE(rig, rig) = rig_open();
+    OK(rebatch_step(rig.rb, &ops, 2, NULL, NULL));
     cr_assert_eq(rebatch_get_current(), rig.rb);
-    rig_close(&rig);
 }
 
 Test(wrap, a_process_has_one_session)
 {
-    struct rig rig;
     rebatch *second;
-    rig_open(&rig);
-    cr_assert_eq(rebatch_set_current(rig.rb), REBATCH_OK); /* it is that already */
-    cr_assert_eq(rebatch_open(&second, rig.device, NULL), REBATCH_OK);
+    AUTO_CLOSE(rig, rig) = rig_open();
+    OK(rebatch_set_current(rig.rb)); /* it is that already */
+    OK(rebatch_open(&second, rig.device, NULL));
     cr_assert_eq(rebatch_set_current(second), REBATCH_E_STATE);
     cr_assert_eq(rebatch_get_current(), rig.rb);
     rebatch_close(second);
     cr_assert_eq(rebatch_get_current(), rig.rb, "another session's end ended it");
-    rig_close(&rig);
 }
 
 Test(wrap, what_cannot_be_opened_leaves_nothing_open)
@@ -516,7 +467,7 @@ Test(wrap, what_cannot_be_opened_leaves_nothing_open)
     cr_assert_eq(rebatch_wrap_open(NULL), cudaErrorNoDevice); /* no GPU has the ordinal -1 */
     cr_assert_null(rebatch_get_current());
     cr_assert_eq(rebatch_wrap_open("batch.smalest = 4"), cudaErrorUnknown);
-    cr_assert_not_null(strstr(rebatch_last_error(), "batch.smallest"));
+    SAYS("batch.smallest");
     cr_assert_null(rebatch_get_current());
     rebatch_wrap_close();
 }
@@ -535,8 +486,7 @@ Test(wrap, an_allocation_opens_the_session_or_fails)
 
 Test(wrap, wrong_arguments_are_refused)
 {
-    struct rig rig;
-    rig_open(&rig);
+    AUTO_CLOSE(rig, rig) = rig_open();
     void *a = &rig;
     cr_assert_eq(rebatch_alloc(&a, NULL, 1), REBATCH_E_INVALID);
     cr_assert_null(a);
@@ -545,10 +495,9 @@ Test(wrap, wrong_arguments_are_refused)
     cr_assert_eq(rebatch_free(rig.rb, &rig), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_free_on(NULL, a, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_free_on(rig.rb, &rig, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_alloc(&a, rig.rb, 1), REBATCH_OK);
+    OK(rebatch_alloc(&a, rig.rb, 1));
     cr_assert_eq(rebatch_free_on(rig.rb, a, (rebatch_stream)(void *)&rig), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_free(rig.rb, a), REBATCH_OK);
-    rig_close(&rig);
+    OK(rebatch_free(rig.rb, a));
 }
 
 /* ---- a step that is three functions ---- */
@@ -563,9 +512,8 @@ static step_function *const ways[] = {wrap_trainer_step, wrap_trainer_step_by_la
 Test(wrap, a_step_of_functions_recovers_and_counts_every_sample_once)
 {
     for (size_t way = 0; way < 2; way++) {
-        struct rig rig;
-        rig_open(&rig);
-        struct wrap_trainer trainer = {.sample_bytes = MIB};
+        AUTO_CLOSE(rig, rig) = rig_open();
+        struct wrap_trainer trainer = {.sample_bytes = MIB(1)};
         rebatch_step_report report;
         cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report), cudaSuccess);
         cr_assert_eq(report.ooms, 1);
@@ -573,8 +521,7 @@ Test(wrap, a_step_of_functions_recovers_and_counts_every_sample_once)
         cr_assert_eq(trainer.parameter, SUM);
         cr_assert_eq(trainer.zeros, 1);
         cr_assert_eq(trainer.trains, 3);
-        cr_assert_eq(live_bytes(&rig), 0);
-        rig_close(&rig);
+        cr_assert_eq(live_bytes_of(rig.rb), 0);
     }
 }
 
@@ -582,32 +529,28 @@ Test(wrap, a_step_of_functions_recovers_and_counts_every_sample_once)
 Test(wrap, a_failure_on_purpose_is_survived)
 {
     for (size_t way = 0; way < 2; way++) {
-        struct rig rig;
         setenv("REBATCH_RUN_OOM", "1", 1);
-        rig_open(&rig);
+        AUTO_CLOSE(rig, rig) = rig_open();
         struct wrap_trainer trainer = {.sample_bytes = 1};
         rebatch_step_report report;
         cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report), cudaSuccess);
         cr_assert_eq(report.ooms, 1);
         cr_assert_eq(report.microbatches, 2);
         cr_assert_eq(trainer.parameter, SUM);
-        rig_close(&rig);
     }
 }
 
 Test(wrap, functions_that_do_not_declare_are_taken_to_change_things_at_once)
 {
     for (size_t way = 0; way < 2; way++) {
-        struct rig rig;
-        rig_open(&rig);
-        struct wrap_trainer trainer = {.sample_bytes = MIB};
+        AUTO_CLOSE(rig, rig) = rig_open();
+        struct wrap_trainer trainer = {.sample_bytes = MIB(1)};
         for (int step = 0; step < 2; step++) { /* what they did before changes nothing */
-            trainer = (struct wrap_trainer){.sample_bytes = step == 0 ? MIB : 2 * MIB};
+            trainer = (struct wrap_trainer){.sample_bytes = step == 0 ? MIB(1) : MIB(2)};
             cr_assert_eq(ways[way](&trainer, BATCH, 0, NULL), cudaSuccess);
             cr_assert_eq(trainer.zeros, 2, "the batch did not begin again");
             cr_assert_eq(trainer.parameter, SUM);
         }
-        rig_close(&rig);
     }
 }
 
@@ -617,19 +560,18 @@ Test(wrap, events_are_printed_for_people)
     rebatch_device *device;
     rebatch *rb;
     options.on_event = rebatch_wrap_print;
-    cr_assert_eq(rebatch_device_open_host(&device, ROOM_BYTES, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_set_current(rb), REBATCH_OK);
+    open_on_host(&device, &rb, ROOM_BYTES, &options);
+    OK(rebatch_set_current(rb));
     char printed[512] = "";
     FILE *const file = tmpfile();
     cr_assert_not_null(file);
     cr_assert_eq(dup2(fileno(file), STDERR_FILENO), STDERR_FILENO);
-    struct wrap_trainer trainer = {.sample_bytes = MIB};
+    struct wrap_trainer trainer = {.sample_bytes = MIB(1)};
     cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaSuccess);
     rewind(file);
     cr_assert_not_null(fgets(printed, sizeof printed, file));
     cr_assert(strstr(printed, "rebatch: step 0: out of memory in ") == printed, "%s", printed);
-    cr_assert(strstr(printed, "micro-batch 100 -> 50"), "%s", printed);
+    HAS(printed, "micro-batch 100 -> 50");
     cr_assert_null(fgets(printed, sizeof printed, file), "%s", printed);
     fclose(file);
     rebatch_wrap_close();
@@ -640,8 +582,7 @@ Test(wrap, events_are_printed_for_people)
 Test(wrap, an_update_that_had_begun_is_torn_and_a_step_that_never_fits_exhausted)
 {
     for (size_t way = 0; way < 2; way++) {
-        struct rig rig;
-        rig_open(&rig);
+        AUTO_CLOSE(rig, rig) = rig_open();
         struct wrap_trainer trainer = {.sample_bytes = 1, .fail_updates = 1};
         rebatch_step_report report;
         cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report),
@@ -653,7 +594,6 @@ Test(wrap, an_update_that_had_begun_is_torn_and_a_step_that_never_fits_exhausted
                      cudaErrorMemoryAllocation);
         cr_assert_eq(report.status, REBATCH_E_EXHAUSTED);
         cr_assert_eq(trainer.updates, 0);
-        rig_close(&rig);
     }
 }
 
@@ -663,7 +603,7 @@ Test(wrap, a_step_without_a_session_is_refused)
     struct rig rig;
     cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaErrorNoDevice);
     cr_assert_eq(wrap_trainer_guard(&trainer), cudaErrorNoDevice);
-    rig_open(&rig);
+    rig = rig_open();
     rig_close(&rig);
     cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaErrorInvalidValue);
     cr_assert_eq(trainer.zeros + trainer.trains + trainer.updates, 0);
@@ -675,10 +615,9 @@ Test(wrap, a_trainer_that_keeps_its_buffer_makes_it_in_resize)
     cudaError_t (*const steps[])(struct wrap_trainer *, size_t, rebatch_step_report *) = {
         wrap_trainer_step_with_resize, wrap_trainer_step_with_lambda};
     for (size_t i = 0; i < 2; i++) {
-        struct rig rig;
-        rig_open(&rig);
+        AUTO_CLOSE(rig, rig) = rig_open();
         rebatch_step_report report;
-        struct wrap_trainer trainer = {.sample_bytes = MIB};
+        struct wrap_trainer trainer = {.sample_bytes = MIB(1)};
         cr_assert_eq(steps[i](&trainer, 80, &report), cudaSuccess, "%s", rebatch_last_error());
         cr_expect_eq(trainer.made, 2, "80 and 40 samples");
         cr_expect_eq(trainer.room, 40);
@@ -687,23 +626,20 @@ Test(wrap, a_trainer_that_keeps_its_buffer_makes_it_in_resize)
         for (int step = 0; step < 3; step++)
             cr_assert_eq(steps[i](&trainer, 80, &report), cudaSuccess);
         cr_expect_eq(trainer.made, 2, "%u calls of resize", trainer.made);
-        cr_expect_eq(live_bytes(&rig), 40 * MIB);
-        rig_close(&rig);
+        cr_expect_eq(live_bytes_of(rig.rb), MIB(40));
     }
 }
 
 Test(wrap, each_trainer_of_a_process_has_its_own_buffers)
 {
-    struct rig rig;
-    rig_open(&rig);
-    struct wrap_trainer one = {.sample_bytes = MIB}, other = {.sample_bytes = MIB};
+    AUTO_CLOSE(rig, rig) = rig_open();
+    struct wrap_trainer one = {.sample_bytes = MIB(1)}, other = {.sample_bytes = MIB(1)};
     cr_assert_eq(wrap_trainer_step_with_resize(&one, 8, NULL), cudaSuccess);
     cr_assert_eq(wrap_trainer_step_with_lambda(&other, 8, NULL), cudaSuccess);
     cr_assert_eq(wrap_trainer_step_with_resize(&one, 8, NULL), cudaSuccess);
     cr_expect_eq(one.made, 2);
     cr_expect_eq(other.made, 1);
-    cr_expect_eq(live_bytes(&rig), 8 * MIB);
-    rig_close(&rig);
+    cr_expect_eq(live_bytes_of(rig.rb), MIB(8));
 }
 
 /* ---- evaluation, checks, and exceptions ---- */
@@ -715,10 +651,9 @@ static double sum_to(size_t count)
 
 Test(wrap, an_evaluation_uses_the_steps_buffer)
 {
-    struct rig rig;
     rebatch_step_report report;
-    struct wrap_trainer t = {.sample_bytes = 3 * MIB};
-    rig_open(&rig);
+    struct wrap_trainer t = {.sample_bytes = MIB(3)};
+    AUTO_CLOSE(rig, rig) = rig_open();
     cr_assert_eq(wrap_trainer_step_with_resize(&t, 32, NULL), cudaSuccess);
     const size_t room = t.room;
     const unsigned made = t.made;
@@ -730,76 +665,58 @@ Test(wrap, an_evaluation_uses_the_steps_buffer)
     cr_assert_eq(report.ooms, 0);
     cr_assert_eq(wrap_trainer_step_with_resize(&t, 32, NULL), cudaSuccess);
     cr_assert_eq(t.made, made);
-    rig_close(&rig);
 }
 
 Test(wrap, an_evaluation_with_a_guarded_sum_recovers)
 {
-    struct rig rig;
     rebatch_step_report report;
-    struct wrap_trainer t = {.sample_bytes = MIB};
-    rig_open(&rig);
+    struct wrap_trainer t = {.sample_bytes = MIB(1)};
+    AUTO_CLOSE(rig, rig) = rig_open();
     cr_assert_eq(wrap_trainer_guard(&t), cudaSuccess);
     cr_assert_eq(wrap_trainer_map(&t, 100, &report), cudaSuccess);
     cr_assert_eq(t.evaluated, sum_to(100));
     cr_assert_gt(report.ooms, 0);
-    rig_close(&rig);
 }
 
 /* What a program that ends writes to standard error; its exit status. */
-static int read_end_of(void (*program)(void), char *text, size_t size)
+static int read_end_of(void (*program)(void *user), char *text, size_t size)
 {
-    int ends[2], status;
-    cr_assert_eq(pipe(ends), 0);
-    const pid_t child = fork();
-    if (child == 0) {
-        (void)dup2(ends[1], STDERR_FILENO);
-        program();
-        _exit(99);
-    }
-    (void)close(ends[1]);
-    size_t length = 0;
-    for (ssize_t got;
-         length + 1 < size && (got = read(ends[0], text + length, size - length - 1)) > 0;)
-        length += (size_t)got;
-    text[length] = '\0';
-    (void)close(ends[0]);
-    cr_assert_eq(waitpid(child, &status, 0), child);
+    const int status = output_of(program, NULL, STDERR_FILENO, text, size);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-static void check_a_failure(void)
+static void check_a_failure(void *user)
 {
+    (void)user;
     wrap_trainer_check(cudaSuccess);
     wrap_trainer_check(cudaErrorLaunchFailure);
 }
 
-static void check_a_step_that_is_exhausted(void)
+static void check_a_step_that_is_exhausted(void *user)
 {
-    struct rig rig;
+    (void)user;
     struct wrap_trainer t = {.sample_bytes = 2 * ROOM_BYTES};
-    rig_open(&rig);
+    (void)rig_open();
     wrap_trainer_check(wrap_trainer_step(&t, 4, REBATCH_DECLARES_MUTATION, NULL));
 }
 
-static void check_a_session_that_is_open_already(void)
+static void check_a_session_that_is_open_already(void *user)
 {
-    struct rig rig;
-    rig_open(&rig);
+    (void)user;
+    (void)rig_open();
     (void)wrap_trainer_step(&(struct wrap_trainer){.sample_bytes = 1}, 0, 0, NULL);
-    _exit(0);
 }
 
 Test(wrap, a_check_that_ends_the_program_says_where_and_why)
 {
     char text[4096];
     cr_assert_eq(read_end_of(check_a_failure, text, sizeof text), 1);
-    cr_assert_not_null(strstr(text, "wrap_trainer.cc:"), "%s", text);
-    cr_assert_not_null(strstr(text, ": code: "), "%s", text);
-    cr_assert_not_null(strstr(text, "719"), "%s", text);
+    HAS(text, "wrap_trainer.cc:");
+    HAS(text, ": code: ");
+    HAS(text, "719");
     cr_assert_eq(read_end_of(check_a_step_that_is_exhausted, text, sizeof text), 1);
-    cr_assert_not_null(strstr(text, "wrap_trainer.cc:"), "%s", text);
-    cr_assert_not_null(strstr(text, "out of memory in forward_backward of 1 sample"), "%s", text);
+    HAS(text, "wrap_trainer.cc:");
+    HAS(text, "out of memory in forward_backward of 1 sample");
 }
 
 Test(wrap, the_message_of_a_failure_that_cuda_has_no_code_for_is_on_standard_error)
@@ -811,53 +728,49 @@ Test(wrap, the_message_of_a_failure_that_cuda_has_no_code_for_is_on_standard_err
 
 Test(wrap, an_oom_may_be_an_exception_and_destructors_run)
 {
-    struct rig rig;
     rebatch_step_report report;
-    struct wrap_trainer t = {.sample_bytes = 4 * MIB};
-    rig_open(&rig);
+    struct wrap_trainer t = {.sample_bytes = MIB(4)};
+    AUTO_CLOSE(rig, rig) = rig_open();
     cr_assert_eq(wrap_trainer_step_of_objects(&t, 32, &report), cudaSuccess, "%s",
                  rebatch_last_error());
     cr_assert_eq(t.parameter, sum_to(32));
     cr_assert_gt(report.ooms, 0);
     cr_assert_eq(t.objects, 0);
-    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
     cr_assert(wrap_trainer_own_check_throws(&t));
-    cr_assert_eq(live_bytes(&rig), 0);
-    rig_close(&rig);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
 }
 
 Test(wrap, another_exception_leaves_the_step_and_the_session_goes_on)
 {
-    struct rig rig;
-    struct wrap_trainer t = {.sample_bytes = MIB};
-    rig_open(&rig);
+    struct wrap_trainer t = {.sample_bytes = MIB(1)};
+    AUTO_CLOSE(rig, rig) = rig_open();
     cr_assert(wrap_trainer_throws_another(&t));
     cr_assert_eq(t.objects, 0);
-    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(live_bytes_of(rig.rb), 0);
     cr_assert_eq(wrap_trainer_step_of_objects(&t, 4, NULL), cudaSuccess);
     cr_assert_eq(t.parameter, sum_to(4));
-    rig_close(&rig);
 }
 
 /* ---- checks ---- */
 
-static void check_with_resize(void)
+static void check_with_resize(void *user)
 {
-    struct rig rig;
-    struct wrap_trainer t = {.sample_bytes = 3 * MIB};
+    (void)user;
+    struct wrap_trainer t = {.sample_bytes = MIB(3)};
     (void)setenv("REBATCH_CHECK", "1", 1);
-    rig_open(&rig);
+    (void)rig_open();
     (void)dup2(STDERR_FILENO, STDOUT_FILENO);
     (void)wrap_trainer_watch(&t);
     (void)wrap_trainer_step_with_resize(&t, 32, NULL);
 }
 
-static void check_with_objects(void)
+static void check_with_objects(void *user)
 {
-    struct rig rig;
-    struct wrap_trainer t = {.sample_bytes = MIB};
+    (void)user;
+    struct wrap_trainer t = {.sample_bytes = MIB(1)};
     (void)setenv("REBATCH_CHECK", "1", 1);
-    rig_open(&rig);
+    (void)rig_open();
     (void)dup2(STDERR_FILENO, STDOUT_FILENO);
     (void)wrap_trainer_watch(&t);
     (void)wrap_trainer_step_of_objects(&t, 16, NULL);

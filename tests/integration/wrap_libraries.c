@@ -2,11 +2,8 @@
  * place of a generator. Must not know the library's inside. */
 #include "wrap_generator.h"
 
-#include <criterion/criterion.h>
-#include <string.h>
-
 #include "rebatch/current.h"
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
 #define BATCH 8
 
@@ -31,9 +28,8 @@ static rebatch_device *open_session(void)
 {
     rebatch_device *device;
     rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, (size_t)1 << 20, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, &(rebatch_options)REBATCH_OPTIONS_INIT), REBATCH_OK);
-    cr_assert_eq(rebatch_set_current(rb), REBATCH_OK);
+    open_on_host(&device, &rb, (size_t)1 << 20, &(rebatch_options)REBATCH_OPTIONS_INIT);
+    OK(rebatch_set_current(rb));
     return device;
 }
 
@@ -41,9 +37,8 @@ static void run_step(int fails)
 {
     rebatch_step_report report;
     ooms = fails;
-    cr_assert_eq(rebatch_step_plain(rebatch_get_current(), BATCH, nothing, train, nothing, NULL,
-                                    REBATCH_DECLARES_MUTATION, &report),
-                 REBATCH_OK, "%s", rebatch_last_error());
+    OK(rebatch_step_plain(rebatch_get_current(), BATCH, nothing, train, nothing, NULL,
+                          REBATCH_DECLARES_MUTATION, &report));
     cr_assert_eq(report.ooms, fails);
 }
 

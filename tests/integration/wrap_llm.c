@@ -43,32 +43,27 @@ Test(wrap_llm, little_memory_changes_no_bit_of_the_wrapped_program)
 {
     for (size_t i = 0; i < 2; i++) {
         char program[64];
-        struct run before = run_before(models[i], arguments_of[i]);
+        AUTO_DONE(before) = run_before(models[i], arguments_of[i]);
         (void)snprintf(program, sizeof program, "%s-before", models[i]);
-        struct run little = run_with("DRIVER_BYTES=4194304", "", program, arguments_of[i]);
+        AUTO_DONE(little) = run_with("DRIVER_BYTES=4194304", "", program, arguments_of[i]);
         cr_expect_neq(little.code, 0);
         cr_expect(strstr(little.error, ": out of memory"), "%s", little.error);
-        struct run wrapped = run_with("DRIVER_BYTES=4194304", "", models[i], arguments_of[i]);
+        AUTO_DONE(wrapped) = run_with("DRIVER_BYTES=4194304", "", models[i], arguments_of[i]);
         cr_expect_eq(wrapped.code, 0, "%s: %s", models[i], wrapped.error);
         cr_expect_str_eq(weights(&wrapped), weights(&before), "%s", models[i]);
         cr_expect(strstr(wrapped.error, "micro-batch 256 -> 128"), "%s", wrapped.error);
         cr_expect(strstr(wrapped.error, "out of memory in map") ||
                       strstr(wrapped.error, "out of memory in resize"),
                   "%s", wrapped.error);
-        done(&before);
-        done(&little);
-        done(&wrapped);
     }
 }
 
 Test(wrap_llm, with_enough_memory_it_prints_what_it_did)
 {
     for (size_t i = 0; i < 2; i++) {
-        struct run before = run_before(models[i], arguments_of[i]);
-        struct run wrapped = run_with("DRIVER_BYTES=67108864", "", models[i], arguments_of[i]);
+        AUTO_DONE(before) = run_before(models[i], arguments_of[i]);
+        AUTO_DONE(wrapped) = run_with("DRIVER_BYTES=67108864", "", models[i], arguments_of[i]);
         cr_expect_str_eq(wrapped.out, before.out);
-        done(&before);
-        done(&wrapped);
     }
 }
 
@@ -78,19 +73,17 @@ Test(wrap_llm, a_request_that_fails_changes_no_bit)
 {
     static const char *const arguments[] = {"16 2", "16 16 2"};
     for (size_t i = 0; i < 2; i++) {
-        struct run before = run_before(models[i], arguments[i]);
+        AUTO_DONE(before) = run_before(models[i], arguments[i]);
         for (int nth = 1; nth <= 12; nth++) {
             char options[32];
             (void)snprintf(options, sizeof options, "--oom %d", nth);
-            struct run r = run_with("DRIVER_BYTES=67108864", options, models[i], arguments[i]);
+            AUTO_DONE(r) = run_with("DRIVER_BYTES=67108864", options, models[i], arguments[i]);
             cr_expect_str_eq(weights(&r), weights(&before), "%s %s: %s", models[i], options,
                              r.error);
             const bool is_beyond = strstr(r.error, "ended before a request failed") != NULL;
             cr_expect_eq(r.code, is_beyond, "%s %s: %s", models[i], options, r.error);
             cr_expect(nth > 1 || i || !is_beyond, "%s: no request", models[i]);
-            done(&r);
         }
-        done(&before);
     }
 }
 
@@ -112,9 +105,8 @@ Test(wrap_llm, a_check_finds_no_mistakes)
 {
     static const char *const arguments[] = {"16 2", "16 16 2"};
     for (size_t i = 0; i < 2; i++) {
-        struct run r = run_with("DRIVER_BYTES=67108864", "--check", models[i], arguments[i]);
+        AUTO_DONE(r) = run_with("DRIVER_BYTES=67108864", "--check", models[i], arguments[i]);
         cr_expect_eq(r.code, 0, "%s: %s%s", models[i], r.out, r.error);
         cr_expect(strstr(r.out, "no mistakes"), "%s: %s%s", models[i], r.out, r.error);
-        done(&r);
     }
 }
