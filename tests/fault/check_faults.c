@@ -132,14 +132,12 @@ Test(check_faults, every_heap_call_of_a_map_fails)
 Test(check_faults, every_device_call_of_a_check_fails)
 {
     for (uint64_t nth = 1; nth < 400; nth++) {
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
         AUTO_CLOSE(trainer, t);
         trainer_open(&t);
-        plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP |
-                     REBATCH_FAULT_ACCESS | REBATCH_FAULT_RESERVE;
-        plan.nth = nth;
-        plan.times = nth % 3 + 1;
-        OK(rebatch_fault_arm(t.device, &plan));
+        OK(rebatch_fault_arm(t.device, &FAULTS(.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE |
+                                                        REBATCH_FAULT_MAP | REBATCH_FAULT_ACCESS |
+                                                        REBATCH_FAULT_RESERVE,
+                                               .nth = nth, .times = nth % 3 + 1)));
         (void)check(&t);
         OK(rebatch_fault_arm(t.device, NULL));
         cr_assert_eq(check(&t), REBATCH_OK, "after call %ju: %s", (uintmax_t)nth,

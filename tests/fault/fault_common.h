@@ -27,12 +27,7 @@ static const struct fault_kind {
 static inline rebatch_fault_plan fault_plan(uint32_t calls, rebatch_status status, uint64_t nth,
                                             uint64_t times)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = calls;
-    plan.nth = nth;
-    plan.times = times;
-    plan.status = status;
-    return plan;
+    return FAULTS(.calls = calls, .nth = nth, .times = times, .status = status);
 }
 
 static inline void fault_arm(rebatch_device *device, const rebatch_fault_plan *plan)

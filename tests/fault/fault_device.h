@@ -59,6 +59,8 @@ typedef struct rebatch_fault_plan {
     {                                                                                              \
         .calls = 0                                                                                 \
     }
+/* One with some members set: &FAULTS(.nth = 3). */
+#define FAULTS(...) ((rebatch_fault_plan){__VA_ARGS__})
 
 /* Wraps `inner`, which is borrowed: close it after this device. `plan` is copied; NULL: no call
  * fails. */

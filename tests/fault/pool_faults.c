@@ -226,13 +226,8 @@ Test(pool_faults, the_device_fails_by_chance)
         w.allowed = REBATCH_OOM;
         create_pool(&w, cachings[seed % 2]);
         const rebatch_fault_room rooms[] = {{5, 8 * PAGE}, {15, 20 * PAGE}};
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        plan.calls = REBATCH_FAULT_ANY & ~(uint32_t)REBATCH_FAULT_FILL;
-        plan.permille = 250;
-        plan.seed = seed;
-        plan.rooms = rooms;
-        plan.room_count = 2;
-        fault_arm(w.fault, &plan);
+        fault_arm(w.fault, &FAULTS(.calls = REBATCH_FAULT_ANY & ~(uint32_t)REBATCH_FAULT_FILL,
+                                   .permille = 250, .seed = seed, .rooms = rooms, .room_count = 2));
         work(&w);
         cr_assert_eq(rebatch_device_set_capacity(w.host, 20 * PAGE), REBATCH_OK);
         tear_down(&w);

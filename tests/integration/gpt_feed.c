@@ -55,9 +55,7 @@ static uint64_t copies(void)
 
 static void count_copies(void)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = REBATCH_FAULT_COPY;
-    ASSERT_OK(rebatch_fault_arm(device, &plan));
+    ASSERT_OK(rebatch_fault_arm(device, &FAULTS(.calls = REBATCH_FAULT_COPY)));
 }
 
 Test(gpt_feed, each_step_has_its_samples, .description = "seed 3")
@@ -115,12 +113,9 @@ Test(gpt_feed, what_fails_on_opening_is_said_and_given_back)
                   {REBATCH_FAULT_PIN, 2, REBATCH_E_HOST_OOM},
                   {REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE, 1, REBATCH_OOM}};
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
         struct gpt_feed other = feed;
-        plan.calls = faults[i].calls;
-        plan.nth = faults[i].nth;
-        plan.times = REBATCH_FAULT_FOREVER;
-        ASSERT_OK(rebatch_fault_arm(device, &plan));
+        ASSERT_OK(rebatch_fault_arm(device, &FAULTS(.calls = faults[i].calls, .nth = faults[i].nth,
+                                                    .times = REBATCH_FAULT_FOREVER)));
         cr_assert_eq(gpt_feed_open(&other, 0), faults[i].status, "fault %zu", i);
         gpt_feed_close(&other);
         ASSERT_OK(rebatch_pool_trim(feed.pool, 0, NULL));
@@ -132,12 +127,9 @@ Test(gpt_feed, what_fails_on_opening_is_said_and_given_back)
 Test(gpt_feed, a_copy_that_fails_is_made_again, .description = "seed 3")
 {
     const int32_t *tokens;
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = REBATCH_FAULT_COPY;
-    plan.nth = 2;
-    plan.status = REBATCH_E_DEVICE;
     ASSERT_OK(gpt_feed_open(&feed, 0));
-    ASSERT_OK(rebatch_fault_arm(device, &plan));
+    ASSERT_OK(rebatch_fault_arm(
+        device, &FAULTS(.calls = REBATCH_FAULT_COPY, .nth = 2, .status = REBATCH_E_DEVICE)));
     ASSERT_OK(gpt_feed_take(&tokens, &feed, 0));
     cr_assert_eq(gpt_feed_ahead(&feed, 0), REBATCH_E_DEVICE);
     ASSERT_OK(gpt_feed_take(&tokens, &feed, 1));

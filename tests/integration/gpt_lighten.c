@@ -57,9 +57,8 @@ Test(gpt_lighten, levels_change_between_steps, .description = "seed 1, 8 steps o
     enum { STEPS = sizeof levels / sizeof *levels };
     const struct run_options options = tiny_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
-    struct run run;
     run_whole(want, &options, STEPS);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     for (size_t i = 0; i < STEPS; i++) {
         lighten(&run, levels[i]);
         run_steps(&run, 1);
@@ -67,7 +66,6 @@ Test(gpt_lighten, levels_change_between_steps, .description = "seed 1, 8 steps o
         cr_assert_eq(run.trainer->moments[0].count > 0, levels[i] != 3);
     }
     run_hash(&run, got);
-    run_close(&run);
     cr_assert_str_eq(got, want);
 }
 
@@ -99,11 +97,7 @@ Test(gpt_lighten, a_level_that_is_none_is_refused)
 
 static void arm(const struct run *run, uint32_t calls, uint64_t nth, uint64_t times)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = calls;
-    plan.nth = nth;
-    plan.times = times;
-    ASSERT_OK(rebatch_fault_arm(run->device, &plan));
+    ASSERT_OK(rebatch_fault_arm(run->device, &FAULTS(.calls = calls, .nth = nth, .times = times)));
 }
 
 /* Few allocations, each of the device. */
@@ -157,14 +151,12 @@ Test(gpt_lighten, ooms_do_not_matter_at_level_3, .description = "seed 1, 2 steps
 static rebatch_status run_under(struct run_options *options, size_t cap,
                                 char hash[GPT_HASH_TEXT_BYTES], rebatch_step_report *report)
 {
-    struct run run;
     rebatch_status status = REBATCH_OK;
     options->capacity_bytes = cap;
-    run_open(&run, options);
+    OPEN(run, run, options);
     for (size_t i = 0; i < 2 && !status; i++)
         status = gpt_trainer_step(run.trainer, report, NULL);
     run_hash(&run, hash);
-    run_close(&run);
     return status;
 }
 
@@ -203,10 +195,9 @@ Test(gpt_lighten, without_pinned_memory_there_is_no_third_level, .description = 
 {
     const struct run_options options = tiny_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
-    struct run run;
     uint64_t blocks = 2 * gpt_block_count(&options.train.config);
     run_whole(want, &options, 2);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 1);
     for (uint64_t nth = 1; nth <= blocks; nth++) {
         arm(&run, REBATCH_FAULT_PIN, nth, 1);
@@ -217,7 +208,6 @@ Test(gpt_lighten, without_pinned_memory_there_is_no_third_level, .description = 
     ASSERT_OK(rebatch_fault_arm(run.device, NULL));
     run_steps(&run, 1);
     run_hash(&run, got);
-    run_close(&run);
     cr_assert_str_eq(got, want);
 }
 
@@ -225,9 +215,8 @@ Test(gpt_lighten, without_room_the_moments_stay_pinned, .description = "seed 1, 
 {
     const struct run_options options = short_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
-    struct run run;
     run_whole(want, &options, 2);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     lighten(&run, 3);
     run_steps(&run, 1);
     for (uint64_t nth = 1; nth <= 2 * gpt_block_count(&options.train.config); nth++) {
@@ -239,7 +228,6 @@ Test(gpt_lighten, without_room_the_moments_stay_pinned, .description = "seed 1, 
     ASSERT_OK(rebatch_fault_arm(run.device, NULL));
     run_steps(&run, 1);
     run_hash(&run, got);
-    run_close(&run);
     cr_assert_str_eq(got, want);
 }
 

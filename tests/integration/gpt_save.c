@@ -127,8 +127,7 @@ Test(gpt_save, the_loss_scaler_goes_on_where_it_was)
     options.train.loss_scale = 1024.0f;
     struct gpt_ops overflowing = gpt_host_ops;
     overflowing.check_finite = nothing_is_finite;
-    struct run run;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 1);
     const struct gpt_ops *ops = run.trainer->model->ops;
     run.trainer->model->ops = &overflowing;
@@ -142,7 +141,6 @@ Test(gpt_save, the_loss_scaler_goes_on_where_it_was)
     run_hash(&run, reference);
     cr_assert_eq(run.trainer->scaler.scale, 1024.0f, "halved once, doubled once");
     cr_assert_eq(run.trainer->updates, 5);
-    run_close(&run);
     options.micro = 5;
     resume(hash, &options, 3);
     cr_assert_str_eq(hash, reference);
@@ -368,12 +366,11 @@ static void expect_not_loaded(const struct run *run, const char *what, size_t at
 Test(gpt_save, with_any_byte_changed_nothing_is_loaded)
 {
     struct run_options options = tiny_run();
-    struct run run;
     size_t count;
     save_after(&options, 1);
     uint8_t *bytes = read_whole(&count, file);
     const int damaged = open(file, O_WRONLY);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     const size_t stride = stride_of_cases(40);
     for (size_t at = 0; at < count; at = next_place(at, count, stride)) {
         const uint8_t byte = (uint8_t)(bytes[at] ^ 1 << at % 8);
@@ -383,24 +380,21 @@ Test(gpt_save, with_any_byte_changed_nothing_is_loaded)
     }
     ASSERT_OK(gpt_trainer_load(run.trainer, file));
     close(damaged);
-    run_close(&run);
     free(bytes);
 }
 
 Test(gpt_save, cut_at_any_length_nothing_is_loaded)
 {
     struct run_options options = tiny_run();
-    struct run run;
     size_t count;
     save_after(&options, 1);
     uint8_t *bytes = read_whole(&count, file);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     const size_t stride = stride_of_cases(40);
     for (size_t at = 0; at < count; at = next_place(at, count, stride)) {
         write_whole(file, bytes, at);
         expect_not_loaded(&run, "length", at);
     }
-    run_close(&run);
     free(bytes);
 }
 
@@ -437,15 +431,13 @@ static uint8_t *find_line(uint8_t **end, uint8_t *bytes, size_t count, const cha
 Test(gpt_save, a_newer_version_is_refused)
 {
     struct run_options options = tiny_run();
-    struct run run;
     size_t count;
     save_after(&options, 1);
     uint8_t *bytes = read_whole(&count, file);
     set_version(bytes, count, '3');
     write_summed(other, bytes, count);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     expect_refused(&run, other, REBATCH_E_PARSE, "is of another version: expected version 1 or 2");
-    run_close(&run);
     free(bytes);
 }
 
@@ -542,9 +534,8 @@ static void limit_file_size(size_t bytes)
 Test(gpt_save, a_disk_that_is_full_leaves_the_old_file)
 {
     struct run_options options = tiny_run();
-    struct run run;
     size_t count, after;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     run_steps(&run, 1);
     ASSERT_OK(gpt_trainer_save(run.trainer, file));
     uint8_t *good = read_whole(&count, file);
@@ -560,7 +551,6 @@ Test(gpt_save, a_disk_that_is_full_leaves_the_old_file)
         free(now);
     }
     ASSERT_OK(gpt_trainer_save(run.trainer, file));
-    run_close(&run);
     free(good);
 }
 
@@ -627,11 +617,9 @@ Test(gpt_save, a_process_that_dies_while_it_writes_leaves_the_old_file)
     }
     hash_every_step(hashes, &options, 2);
     for (size_t i = 0; i < CASES; i++) {
-        struct run run;
-        run_open(&run, &options);
+        OPEN(run, run, &options);
         ASSERT_OK(gpt_trainer_load(run.trainer, kept[i]));
         cr_assert_eq(run.trainer->loss_count, 1, "the one that was being written is not there");
-        run_close(&run);
         expect_hash_of_file(&options, kept[i], (const char(*)[GPT_HASH_TEXT_BYTES])hashes, 2);
         cr_assert_eq(unlink(kept[i]), 0);
     }
@@ -659,13 +647,11 @@ Test(gpt_save, kill_9_at_any_time_leaves_a_good_file)
         (void)snprintf(kept[i], sizeof kept[i], "%s.%zu", file, i);
         cr_assert_eq(rename(file, kept[i]), 0);
     }
-    struct run run; /* how far the furthest came */
-    run_open(&run, &options);
+    OPEN(run, run, &options); /* how far the furthest came */
     for (size_t i = 0; i < rounds; i++) {
         ASSERT_OK(gpt_trainer_load(run.trainer, kept[i]));
         last = run.trainer->loss_count > last ? run.trainer->loss_count : last;
     }
-    run_close(&run);
     hash_every_step(hashes, &options, last);
     for (size_t i = 0; i < rounds; i++) {
         expect_hash_of_file(&options, kept[i], (const char(*)[GPT_HASH_TEXT_BYTES])hashes, last);

@@ -233,13 +233,11 @@ Test(gpt_scaler, a_scale_that_is_too_large_comes_down_by_itself, .description = 
 static void run_struck(char hash[GPT_HASH_TEXT_BYTES], uint64_t *allocations, uint64_t nth)
 {
     struct run_options options = scaled_run();
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     options.train.batch = 4;
     options.train.config.length = 8;
     options.uncached = true;
-    plan.nth = nth;
     OPEN(run, run, &options);
-    ASSERT_OK(rebatch_fault_arm(run.device, &plan));
+    ASSERT_OK(rebatch_fault_arm(run.device, &FAULTS(.nth = nth)));
     for (int i = 0; i < 3; i++) {
         is_struck = i == 1;
         run_steps(&run, 1);

@@ -44,16 +44,14 @@ static struct reference reference_of(size_t batch)
     struct reference reference;
     struct run_options options = schedule_run(batch);
     options.uncached = true;
-    struct run run;
     rebatch_pool_stats stats;
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(rebatch_fault_arm(run.device, NULL));
     run_steps(&run, STEPS);
     run_hash(&run, reference.hash);
     ASSERT_OK(rebatch_fault_counts(run.device, &reference.allocations, NULL));
     ASSERT_OK(rebatch_pool_get_stats(&stats, rebatch_get_pool(run.rb)));
     reference.live_peak_bytes = (size_t)stats.live_peak_bytes;
-    run_close(&run);
     return reference;
 }
 

@@ -79,13 +79,11 @@ static void train_as(uint32_t rank, size_t micro, uint64_t nth)
     ranks.group.size = 2;
     ranks.group.all_reduce = all_reduce;
     struct run_options options = sharded(&ranks);
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     struct run run;
     (void)alarm(SECONDS_MOST);
     options.micro = micro;
     run_open(&run, &options);
-    plan.nth = nth;
-    ASSERT_OK(rebatch_fault_arm(run.device, &plan));
+    ASSERT_OK(rebatch_fault_arm(run.device, &FAULTS(.nth = nth)));
     for (int i = 0; i < STEPS; i++) {
         rebatch_step_report report;
         ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));

@@ -104,21 +104,16 @@ static struct run_options short_run(void)
 
 static void arm(const struct run *run, uint64_t nth, uint64_t times)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.nth = nth;
-    plan.times = times;
-    ASSERT_OK(rebatch_fault_arm(run->device, &plan));
+    ASSERT_OK(rebatch_fault_arm(run->device, &FAULTS(.nth = nth, .times = times)));
 }
 
 static uint64_t allocations_of(const struct run_options *options, size_t steps)
 {
-    struct run run;
     uint64_t seen;
-    run_open(&run, options);
+    OPEN(run, run, options);
     arm(&run, 0, 0);
     run_steps(&run, steps);
     ASSERT_OK(rebatch_fault_counts(run.device, &seen, NULL));
-    run_close(&run);
     return seen;
 }
 
@@ -255,16 +250,14 @@ Test(gpt_train, evaluation_changes_nothing, .description = "seed 1")
 {
     const struct run_options options = tiny_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
-    struct run run;
     double loss;
     run_whole(want, &options, 2);
-    run_open(&run, &options);
+    OPEN(run, run, &options);
     ASSERT_OK(gpt_trainer_evaluate(run.trainer, 5, &loss));
     run_steps(&run, 1);
     ASSERT_OK(gpt_trainer_evaluate(run.trainer, 5, &loss));
     run_steps(&run, 1);
     run_hash(&run, got);
-    run_close(&run);
     cr_assert_str_eq(got, want);
 }
 

@@ -8,6 +8,10 @@
 
 #define LOAD_ITEMS 24
 
+/* Options of a probe with some members set: &PROBE(.max_trials = 3). */
+#define PROBE(...)                                                                                 \
+    ((rebatch_probe_options){.struct_size = sizeof(rebatch_probe_options), __VA_ARGS__})
+
 /* Bytes are fixed + each * count, rounded up to `unit` (0: not). */
 struct load_item {
     size_t fixed, each, unit;

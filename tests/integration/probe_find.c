@@ -113,10 +113,8 @@ Test(probe_find, a_list_of_sizes_holds)
 Test(probe_find, max_trials_bounds_what_runs)
 {
     for (uint32_t most = 1; most <= 3; most++) {
-        rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-        options.max_trials = most;
         OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
-        OK(bed_probe(&bed, 64, &options));
+        OK(bed_probe(&bed, 64, &PROBE(.max_trials = most)));
         cr_assert_eq(bed.load.ran, most);
         cr_assert_geq(bed.report.size, 1);
     }
@@ -137,10 +135,9 @@ Test(probe_find, memory_that_the_first_update_takes_is_left_when_it_is_stated)
 
 Test(probe_find, reserve_bytes_that_do_not_fit_are_exhausted)
 {
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.reserve_bytes = MIB(64);
     OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
-    FAILS(bed_probe(&bed, 64, &options), REBATCH_E_EXHAUSTED, "reserve_bytes");
+    FAILS(bed_probe(&bed, 64, &PROBE(.reserve_bytes = MIB(64))), REBATCH_E_EXHAUSTED,
+          "reserve_bytes");
     cr_assert_eq(bed.load.ran, 0);
 }
 
@@ -188,10 +185,8 @@ Test(probe_find, the_same_session_gives_the_same_report)
 Test(probe_find, the_fastest_of_a_batch_below_the_smallest_size_is_the_batch)
 {
     for (size_t batch = 1; batch <= 7; batch++) {
-        rebatch_probe_options probe = REBATCH_PROBE_OPTIONS_INIT;
-        probe.choose = REBATCH_PROBE_FASTEST;
         OPEN_WITH(bed_open_typical, bed, bed, MIB(16), &OPTIONS(.micro_smallest = 8));
-        OK(bed_probe(&bed, batch, &probe));
+        OK(bed_probe(&bed, batch, &PROBE(.choose = REBATCH_PROBE_FASTEST)));
         cr_assert_eq(bed.report.size, batch);
     }
 }

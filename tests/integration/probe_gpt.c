@@ -7,8 +7,7 @@
 /* Whole steps at one size, the last without an OOM. */
 static bool is_size_fit(const struct run_options *options, size_t micro)
 {
-    struct run run;
-    run_open(&run, options);
+    OPEN(run, run, options);
     rebatch_options session = REBATCH_OPTIONS_INIT;
     session.micro_start = session.micro_smallest = session.micro_largest = micro;
     session.on_oom = REBATCH_ON_OOM_STOP;
@@ -20,7 +19,6 @@ static bool is_size_fit(const struct run_options *options, size_t micro)
                                                run.data, &options->train);
     for (int i = 0; i < 3 && !status; i++)
         status = gpt_trainer_step(run.trainer, &report, NULL);
-    run_close(&run);
     return !status && report.ooms == 0;
 }
 

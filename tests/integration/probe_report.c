@@ -130,11 +130,9 @@ static rebatch_prediction predict(const struct bed *bed, size_t size)
 Test(probe_report, what_is_said_of_other_sizes_is_known_from_two_on)
 {
     for (uint32_t most = 1; most <= 4; most++) {
-        rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
         size_t available;
-        options.max_trials = most;
         OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
-        OK(bed_probe(&bed, BATCH, &options));
+        OK(bed_probe(&bed, BATCH, &PROBE(.max_trials = most)));
         OK(rebatch_pool_available(&available, rebatch_get_pool(bed.rb)));
         cr_assert_eq(bed.report.available_bytes, available);
         cr_assert_eq(bed.report.twice_bytes > 0, most > 1, "%u trials", most);
@@ -153,11 +151,9 @@ Test(probe_report, what_is_said_of_other_sizes_is_known_from_two_on)
 /* Two trials leave a larger size to be tried: it is said, and it is the largest that fits. */
 Test(probe_report, the_predicted_size_is_the_largest_although_no_run_was_left_for_it)
 {
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.max_trials = 2;
     OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
     const size_t largest = true_largest(&bed, MIB(16), NULL, BATCH);
-    OK(bed_probe(&bed, BATCH, &options));
+    OK(bed_probe(&bed, BATCH, &PROBE(.max_trials = 2)));
     cr_assert_lt(bed.report.size, largest);
     cr_assert_eq(bed.report.predicted_size, largest, "%zu, not %zu", bed.report.predicted_size,
                  largest);

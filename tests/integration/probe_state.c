@@ -200,16 +200,14 @@ Test(probe_state, growth_asks_what_a_prediction_says)
         {.each = 8192}, {.each = 4096}, {.each = 16640, .is_late = true}};
     unsigned refused = 0;
     for (size_t kib = 192; kib <= 2048; kib += 64) {
-        rebatch_probe_options probe = REBATCH_PROBE_OPTIONS_INIT;
         OPEN(bed, bed, kib << 10, &OPTIONS(.grow_after = 1));
         memcpy(bed.load.items, items, sizeof items);
         bed.load.item_count = sizeof items / sizeof *items;
         bed.load.moments_bytes = 16640;
-        probe.reserve_bytes = 16640;
         void *weights[2];
         for (size_t i = 0; i < 2; i++)
             OK(rebatch_pool_alloc(&weights[i], rebatch_get_pool(bed.rb), 16640 + 8 * i, NULL, 0));
-        OK(bed_probe(&bed, 96, &probe));
+        OK(bed_probe(&bed, 96, &PROBE(.reserve_bytes = 16640)));
         for (int i = 0; i < 8; i++) {
             rebatch_prediction next;
             rebatch_step_report report;

@@ -227,10 +227,7 @@ INSIDE(reserve_and_use)
     rebatch_pool *pool = rebatch_get_pool(s->rb);
     void *blocks[MOST_PIECES];
     OK(rebatch_reserve(s->rb, RESERVED_BYTES));
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.nth = 1;
-    plan.times = REBATCH_FAULT_FOREVER;
-    OK(rebatch_fault_arm(s->device, &plan));
+    OK(rebatch_fault_arm(s->device, &FAULTS(.nth = 1, .times = REBATCH_FAULT_FOREVER)));
     const size_t count = allocate_pieces(pool, blocks, RESERVED_BYTES, &pieces->random);
     OK(rebatch_fault_arm(s->device, NULL));
     for (size_t i = 0; i < count; i++) /* every third stays: the next reserve finds holes */
@@ -281,15 +278,13 @@ Test(step_admission, reserve_outside_a_callback_is_refused)
  * so an OOM never costs more than the micro-batch. */
 static uint32_t dirty_ooms(bool reserves)
 {
-    struct rig rig;
-    rig_open(&rig, MIB(6), NULL);
+    OPEN(rig, rig, MIB(6), NULL);
     rig.script.sample_bytes = KIB(512);
     rig.script.late_bytes = MIB(2) + KIB(512);
     rig.script.reserves = reserves;
     OK(rig_step(&rig, 9));
     const uint32_t ooms = rig.report.ooms_in[REBATCH_PHASE_BACKWARD];
     cr_assert_gt(rig.report.ooms, 0);
-    rig_close(&rig);
     return ooms;
 }
 

@@ -67,12 +67,8 @@ __attribute__((noinline)) static rebatch_status escape_from(struct script *s, in
 
 void script_arm(const struct script *s, uint32_t calls, uint64_t times, rebatch_status status)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = calls;
-    plan.nth = 1;
-    plan.times = times;
-    plan.status = status;
-    OK(rebatch_fault_arm(s->device, &plan));
+    OK(rebatch_fault_arm(s->device,
+                         &FAULTS(.calls = calls, .nth = 1, .times = times, .status = status)));
 }
 
 /* Fails in the order's manner: notes the answer and gives what the callback shall answer. */

@@ -469,11 +469,8 @@ static void train(char hash[GPT_HASH_TEXT_BYTES], size_t capacity_bytes, uint64_
     options.capacity_bytes = capacity_bytes;
     options.learns = first != NULL;
     OPEN(run, run, &options);
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.nth = failing;
-    plan.times = 1;
     if (failing)
-        ASSERT_OK(rebatch_fault_arm(run.device, &plan));
+        ASSERT_OK(rebatch_fault_arm(run.device, &FAULTS(.nth = failing, .times = 1)));
     rebatch_step_report report;
     for (int i = 0; i < 3; i++) {
         ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));

@@ -204,12 +204,9 @@ Test(step_reach, an_oom_that_the_optimizer_swallowed_is_found)
 
 INSIDE(leave_last_error)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = REBATCH_FAULT_LAST_ERROR;
-    plan.nth = 1;
-    plan.status = *(rebatch_status *)s->inside_user;
     if (callback == SCRIPT_FORWARD)
-        OK(rebatch_fault_arm(s->device, &plan));
+        OK(rebatch_fault_arm(s->device, &FAULTS(.calls = REBATCH_FAULT_LAST_ERROR, .nth = 1,
+                                                .status = *(rebatch_status *)s->inside_user)));
     return REBATCH_OK;
 }
 
