@@ -129,13 +129,6 @@ Test(step_admission, switched_off_the_size_is_started_and_fails)
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
 }
 
-Test(step_admission, a_size_that_never_ran_is_tried)
-{
-    OPEN(rig, rig, MIB(6), NULL);
-    rig.script.sample_bytes = MIB(1);
-    STEP(&rig, 8, REBATCH_OK, "z f0+8! f0+4~1 f4+4~1 u");
-}
-
 Test(step_admission, the_smallest_size_may_try_all_the_same)
 {
     OPEN_WITH(open_known, rig, rig, REBATCH_ON, 0);

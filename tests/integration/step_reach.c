@@ -18,18 +18,6 @@ static void open_warm(struct rig *rig)
 
 /* ---- rebatch_escape() ---- */
 
-Test(step_reach, escape_leaves_every_callback_from_depth)
-{
-    OPEN_WARM(rig);
-    script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_ESCAPE);
-    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE);
-    OK(rig_step(&rig, 16));
-    cr_assert_eq(script_calls(&rig.script, SCRIPT_ZERO), 2);
-    cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 2);
-    cr_assert_eq(rig.report.ooms, 3);
-}
-
 Test(step_reach, escape_outside_a_callback_comes_back_with_an_error)
 {
     OPEN_WARM(rig);
@@ -178,29 +166,6 @@ Test(step_reach, a_step_of_another_session_within_a_pressure_callback_may_be_lef
 }
 
 /* ---- the device's last error ---- */
-
-Test(step_reach, an_oom_that_forward_swallowed_is_found)
-{
-    OPEN_WARM(rig);
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_SWALLOW);
-    OK(rig_step(&rig, 16)); /* rig_step() sees that no sample is missing */
-    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
-    rig.script.fault_count = 0;
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_SWALLOW);
-    OK(rig_step(&rig, 16));
-    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_BACKWARD], 1);
-}
-
-Test(step_reach, an_oom_that_the_optimizer_swallowed_is_found)
-{
-    OPEN_WARM(rig);
-    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_SWALLOW);
-    OK(rig_step(&rig, 16));
-    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
-    rig.script.fault_count = 0;
-    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_SWALLOW);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
-}
 
 INSIDE(leave_last_error)
 {
