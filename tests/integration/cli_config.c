@@ -21,12 +21,11 @@ static struct run run(const char *arguments)
 
 static void expect(const char *arguments, int code, const char *out, const char *error)
 {
-    struct run r = run(arguments);
+    AUTO_DONE(r) = run(arguments);
     cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
     cr_expect(strcmp(r.out, out) == 0, "'%s' prints\n%s\ninstead of\n%s", arguments, r.out, out);
     cr_expect(strcmp(r.error, error) == 0, "'%s' complains\n%s\ninstead of\n%s", arguments, r.error,
               error);
-    done(&r);
 }
 
 /* How many settings there are. */
@@ -163,7 +162,7 @@ Test(cli_config, show_can_be_loaded)
 {
     setenv("REBATCH_MEMORY_LIMIT", "12.5%", 1);
     setenv("REBATCH_MEMORY_HEADROOM", "99999999999", 1);
-    struct run r = run("config show");
+    AUTO_DONE(r) = run("config show");
     cr_assert(r.code == 0);
     config_write("shown.cfg", r.out);
     rebatch_config *variables;
@@ -179,7 +178,6 @@ Test(cli_config, show_can_be_loaded)
                   "%s", key);
     rebatch_config_free(variables);
     rebatch_config_free(file);
-    done(&r);
 }
 
 Test(cli_config, example_and_reference)
@@ -195,13 +193,13 @@ Test(cli_config, example_and_reference)
 
 Test(cli_config, help)
 {
-    struct run none = run("");
+    AUTO_DONE(none) = run("");
     cr_expect(none.code == 2 && none.out[0] == '\0');
     static const char *const ways[] = {"--help", "-h", "help"};
     for (size_t i = 0; i < 3; i++)
         expect(ways[i], 0, none.error, "");
     cr_expect(strstr(none.error, "rebatch config check FILE") != NULL);
-    struct run config = run("help config");
+    AUTO_DONE(config) = run("help config");
     cr_expect(config.code == 0 && strstr(config.out, "REBATCH_GROUP_KEY") != NULL);
     expect("config --help", 0, config.out, "");
     expect("config -h", 0, config.out, "");
@@ -210,8 +208,6 @@ Test(cli_config, help)
     expect("config show a.cfg --help", 0, config.out, "");
     expect("help -h", 0, none.error, "");
     expect("help config -h", 0, config.out, "");
-    done(&none);
-    done(&config);
 }
 
 Test(cli_config, wrong_usage)
@@ -254,10 +250,9 @@ Test(cli_config, a_full_disk)
                                        "--help >/dev/full"};
     static const char complaint[] = "rebatch: cannot write the output";
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
-        struct run full = run(ways[i]);
+        AUTO_DONE(full) = run(ways[i]);
         cr_expect(full.code == 1, "'%s' ends with %d", ways[i], full.code);
         cr_expect(strncmp(full.error, complaint, strlen(complaint)) == 0, "%s", full.error);
-        done(&full);
     }
     expect("--version >/dev/full", 1, "",
            "rebatch: cannot write the output: No space left on device\n");

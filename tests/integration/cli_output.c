@@ -34,11 +34,10 @@ static void expect_complaint(const char *program, const char *name, const char *
         (void)snprintf(without, sizeof without, "%s: cannot write the output\n", name);
         (void)snprintf(with, sizeof with, "%s: cannot write the output: %s\n", name,
                        ways[i].reason);
-        struct run r = cli_run_program(program, line);
+        AUTO_DONE(r) = cli_run_program(program, line);
         cr_expect_eq(r.code, 1, "%s %s ends with %d", name, line, r.code);
         cr_expect(strcmp(r.error, without) == 0 || strcmp(r.error, with) == 0, "%s %s: %s", name,
                   line, r.error);
-        done(&r);
     }
 }
 
@@ -66,24 +65,21 @@ Test(cli_output, what_is_saved_meanwhile_is_whole)
     struct run lost = cli_run_program(cli_gpt, line);
     cr_expect_eq(lost.code, 1, "%s", lost.error);
     done(&lost);
-    struct run whole = cli_run_program(cli_gpt, TRAINING);
-    struct run resumed = cli_run_program(cli_gpt, "--resume state --data text");
+    AUTO_DONE(whole) = cli_run_program(cli_gpt, TRAINING);
+    AUTO_DONE(resumed) = cli_run_program(cli_gpt, "--resume state --data text");
     cr_assert(whole.code == 0 && resumed.code == 0, "%s", resumed.error);
     const char *const hash = strstr(whole.out, "sha256=");
     cr_assert_not_null(hash);
     cr_expect(strstr(resumed.out, hash), "%s", resumed.out);
-    done(&whole);
-    done(&resumed);
 }
 
 /* Mistakes stay what they are where nothing was to be printed. */
 Test(cli_output, without_output_nothing_is_lost)
 {
-    struct run r = cli_run_program(cli_gpt, "--batch none >&-");
+    AUTO_DONE(r) = cli_run_program(cli_gpt, "--batch none >&-");
     cr_expect_eq(r.code, 2, "%s", r.error);
     cr_expect_str_eq(r.error, "gpt: --batch is \"none\": expected a number from 1\n");
     done(&r);
     r = cli_run_program(cli_command, "config >&-");
     cr_expect_eq(r.code, 2, "%s", r.error);
-    done(&r);
 }

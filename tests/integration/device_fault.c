@@ -1,12 +1,8 @@
 /* Owns the tests of the fault device: which call fails, with what, and plans that are wrong.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "device/device.h"
 #include "fault/fault_device.h"
-#include "rebatch/rebatch.h"
+#include "rig.h"
 
 #define PAGE_BYTES ((size_t)65536)
 #define MOST_CALLS 2000
@@ -19,14 +15,13 @@ struct pair {
     rebatch_device *host, *fault;
 };
 
-static void open_pair(struct pair *pair, const rebatch_fault_plan *plan)
+static void pair_open(struct pair *pair, const rebatch_fault_plan *plan)
 {
-    cr_assert_eq(rebatch_device_open_host(&pair->host, 16 * PAGE_BYTES, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&pair->fault, pair->host, plan), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_device_open_host(&pair->host, 16 * PAGE_BYTES, NULL));
+    OK(rebatch_device_open_fault(&pair->fault, pair->host, plan));
 }
 
-static void close_pair(const struct pair *pair)
+static void pair_close(struct pair *pair)
 {
     rebatch_device_close(pair->fault);
     rebatch_device_close(pair->host);
@@ -45,7 +40,7 @@ static rebatch_status copy_once(const struct pair *pair)
 static void expect_counts(const struct pair *pair, uint64_t seen, uint64_t failed)
 {
     uint64_t s, f;
-    cr_assert_eq(rebatch_fault_counts(pair->fault, &s, &f), REBATCH_OK);
+    OK(rebatch_fault_counts(pair->fault, &s, &f));
     cr_assert_eq(s, seen);
     cr_assert_eq(f, failed);
 }
@@ -68,15 +63,15 @@ Test(device_fault, a_plan_of_zeros_passes_everything_on)
     struct pair pair;
     const rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     for (int i = 0; i < 2; i++) {
-        open_pair(&pair, i ? &plan : NULL);
+        pair_open(&pair, i ? &plan : NULL);
         cr_assert_str_eq(rebatch_device_name(pair.fault), "fault(host)");
         for (int n = 0; n < 100; n++)
-            cr_assert_eq(copy_once(&pair), REBATCH_OK);
+            OK(copy_once(&pair));
         rebatch_memory_info info;
-        cr_assert_eq(rebatch_device_memory(pair.fault, &info), REBATCH_OK);
+        OK(rebatch_device_memory(pair.fault, &info));
         cr_assert_eq(info.total_bytes, 16 * PAGE_BYTES);
         expect_counts(&pair, 0, 0); /* copies are not among the counted calls */
-        close_pair(&pair);
+        pair_close(&pair);
     }
 }
 
@@ -91,9 +86,8 @@ Test(device_fault, the_nth_call_fails_so_many_times_in_a_row)
                  {99, 5, 1, 0}, {2, UINT64_MAX - 1, 2, UINT64_MAX}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const rebatch_fault_plan plan = copies(cases[i].nth, cases[i].times);
-        struct pair pair;
         uint64_t failed = 0;
-        open_pair(&pair, &plan);
+        OPEN(pair, pair, &plan);
         for (uint64_t n = 1; n <= 20; n++) {
             const bool due = cases[i].first <= n && n <= cases[i].last;
             cr_assert_eq(copy_once(&pair), due ? REBATCH_E_DEVICE : REBATCH_OK, "case %zu, call %d",
@@ -101,22 +95,19 @@ Test(device_fault, the_nth_call_fails_so_many_times_in_a_row)
             failed += due;
             expect_counts(&pair, n, failed);
         }
-        close_pair(&pair);
     }
 }
 
 Test(device_fault, only_calls_of_the_kinds_in_the_plan_are_counted_and_fail)
 {
-    struct pair pair;
     const rebatch_fault_plan plan = copies(2, 1);
-    open_pair(&pair, &plan);
+    OPEN(pair, pair, &plan);
     char buffer[8];
-    cr_assert_eq(copy_once(&pair), REBATCH_OK);
+    OK(copy_once(&pair));
     for (int i = 0; i < 5; i++)
-        cr_assert_eq(rebatch_fill(pair.fault, buffer, 0, sizeof buffer, NULL), REBATCH_OK);
+        OK(rebatch_fill(pair.fault, buffer, 0, sizeof buffer, NULL));
     expect_counts(&pair, 1, 0);
     cr_assert_eq(copy_once(&pair), REBATCH_E_DEVICE);
-    close_pair(&pair);
 }
 
 static void do_nothing(void *user)
@@ -146,82 +137,74 @@ static rebatch_status call_of(const struct pair *pair, uint32_t kind)
 Test(device_fault, every_kind_fails_with_the_plans_status_and_any_is_all_of_them)
 {
     static const uint32_t kinds[] = {REBATCH_FAULT_COPY, REBATCH_FAULT_FILL, REBATCH_FAULT_STREAM};
-    struct pair pair;
-    open_pair(&pair, NULL);
+    OPEN(pair, pair, NULL);
     for (size_t i = 0; i < 3; i++) {
         rebatch_fault_plan plan = copies(1, 1);
         for (int any = 0; any < 2; any++) {
             plan.calls = any ? (uint32_t)REBATCH_FAULT_ANY : kinds[i];
             plan.status = REBATCH_E_DEVICE_LOST;
-            cr_assert_eq(rebatch_fault_arm(pair.fault, &plan), REBATCH_OK);
+            OK(rebatch_fault_arm(pair.fault, &plan));
             cr_assert_eq(call_of(&pair, kinds[i]), REBATCH_E_DEVICE_LOST);
-            cr_assert_eq(call_of(&pair, kinds[i]), REBATCH_OK);
+            OK(call_of(&pair, kinds[i]));
         }
     }
     rebatch_fault_plan plan = copies(1, REBATCH_FAULT_FOREVER);
     plan.calls = REBATCH_FAULT_STREAM;
-    cr_assert_eq(rebatch_fault_arm(pair.fault, &plan), REBATCH_OK);
+    OK(rebatch_fault_arm(pair.fault, &plan));
     cr_assert_eq(rebatch_stream_synchronize(pair.fault, NULL), REBATCH_E_DEVICE);
     cr_assert_eq(rbi_device_synchronize(pair.fault), REBATCH_E_DEVICE);
     cr_assert_eq(rebatch_stream_call(pair.fault, NULL, do_nothing, NULL), REBATCH_E_DEVICE);
-    close_pair(&pair);
 }
 
 Test(device_fault, by_default_allocations_fail_with_oom)
 {
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.nth = 2;
-    struct pair pair;
-    open_pair(&pair, &plan);
+    OPEN(pair, pair, &plan);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
     rebatch_pool *pool;
     void *block;
-    cr_assert_eq(rebatch_pool_create(&pool, pair.fault, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&block, pool, 1, NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
+    OK(rebatch_pool_create(&pool, pair.fault, &options));
+    OK(rebatch_pool_alloc(&block, pool, 1, NULL, 0));
+    OK(rebatch_pool_free(pool, block));
     plan.nth = 1;
     plan.times = REBATCH_FAULT_FOREVER;
-    cr_assert_eq(rebatch_fault_arm(pair.fault, &plan), REBATCH_OK);
+    OK(rebatch_fault_arm(pair.fault, &plan));
     cr_assert_eq(rebatch_pool_alloc(&block, pool, 1, NULL, 0), REBATCH_OOM);
     uint64_t seen, failed;
-    cr_assert_eq(rebatch_fault_counts(pair.fault, &seen, &failed), REBATCH_OK);
+    OK(rebatch_fault_counts(pair.fault, &seen, &failed));
     cr_assert_geq(seen, 1);
     cr_assert_eq(seen, failed);
     rebatch_pool_destroy(pool);
-    close_pair(&pair);
 }
 
 Test(device_fault, a_failing_call_says_that_it_was_planned)
 {
-    struct pair pair;
     const rebatch_fault_plan plan = copies(3, 1);
-    open_pair(&pair, &plan);
-    cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    cr_assert_eq(copy_once(&pair), REBATCH_OK);
+    OPEN(pair, pair, &plan);
+    OK(copy_once(&pair));
+    OK(copy_once(&pair));
     rebatch_clear_error();
     cr_assert_eq(copy_once(&pair), REBATCH_E_DEVICE);
     assert_text_has("3");
     assert_text_has("copy memory");
-    close_pair(&pair);
 }
 
 Test(device_fault, arming_starts_the_counts_again)
 {
-    struct pair pair;
     const rebatch_fault_plan plan = copies(2, 1);
-    open_pair(&pair, &plan);
+    OPEN(pair, pair, &plan);
     for (int i = 0; i < 3; i++) {
-        cr_assert_eq(copy_once(&pair), REBATCH_OK);
+        OK(copy_once(&pair));
         cr_assert_eq(copy_once(&pair), REBATCH_E_DEVICE);
         expect_counts(&pair, 2, 1);
-        cr_assert_eq(rebatch_fault_arm(pair.fault, &plan), REBATCH_OK);
+        OK(rebatch_fault_arm(pair.fault, &plan));
         expect_counts(&pair, 0, 0);
     }
-    cr_assert_eq(rebatch_fault_arm(pair.fault, NULL), REBATCH_OK);
+    OK(rebatch_fault_arm(pair.fault, NULL));
     for (int i = 0; i < 5; i++)
-        cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    close_pair(&pair);
+        OK(copy_once(&pair));
 }
 
 /* ---- by chance ---- */
@@ -232,14 +215,14 @@ static size_t fail_by_chance(uint32_t permille, uint64_t seed, bool pattern[MOST
     plan.permille = permille;
     plan.seed = seed;
     struct pair pair;
-    open_pair(&pair, &plan);
+    pair_open(&pair, &plan);
     size_t failed = 0;
     for (size_t i = 0; i < MOST_CALLS; i++) {
         pattern[i] = copy_once(&pair) != REBATCH_OK;
         failed += pattern[i];
     }
     expect_counts(&pair, MOST_CALLS, failed);
-    close_pair(&pair);
+    pair_close(&pair);
     return failed;
 }
 
@@ -265,12 +248,10 @@ Test(device_fault, chance_comes_besides_the_number)
 {
     rebatch_fault_plan plan = copies(1, 1);
     plan.permille = 1000;
-    struct pair pair;
-    open_pair(&pair, &plan);
+    OPEN(pair, pair, &plan);
     for (int i = 0; i < 10; i++)
         cr_assert_eq(copy_once(&pair), REBATCH_E_DEVICE);
     expect_counts(&pair, 10, 10);
-    close_pair(&pair);
 }
 
 /* ---- rooms ---- */
@@ -278,7 +259,7 @@ Test(device_fault, chance_comes_besides_the_number)
 static size_t capacity_of(rebatch_device *device)
 {
     rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
+    OK(rebatch_device_memory(device, &info));
     return info.total_bytes;
 }
 
@@ -290,15 +271,13 @@ Test(device_fault, rooms_change_the_capacity_at_their_calls)
     rebatch_fault_plan plan = copies(0, 0);
     plan.rooms = rooms;
     plan.room_count = 4;
-    struct pair pair;
-    open_pair(&pair, &plan);
+    OPEN(pair, pair, &plan);
     memset(rooms, 0xff, sizeof rooms); /* the plan is copied */
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
-        cr_assert_eq(copy_once(&pair), REBATCH_OK);
+        OK(copy_once(&pair));
         cr_assert_eq(capacity_of(pair.fault), expected[i] * PAGE_BYTES, "after call %zu", i + 1);
         cr_assert_eq(capacity_of(pair.host), expected[i] * PAGE_BYTES);
     }
-    close_pair(&pair);
 }
 
 Test(device_fault, a_room_holds_for_the_very_call_that_brings_it)
@@ -307,57 +286,49 @@ Test(device_fault, a_room_holds_for_the_very_call_that_brings_it)
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT; /* counts allocations */
     plan.rooms = rooms;
     plan.room_count = 1;
-    struct pair pair;
-    open_pair(&pair, &plan);
+    OPEN(pair, pair, &plan);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
     rebatch_pool *pool;
     void *first, *second;
-    cr_assert_eq(rebatch_pool_create(&pool, pair.fault, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&first, pool, PAGE_BYTES, NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_create(&pool, pair.fault, &options));
+    OK(rebatch_pool_alloc(&first, pool, PAGE_BYTES, NULL, 0));
     cr_assert_eq(rebatch_pool_alloc(&second, pool, PAGE_BYTES, NULL, 0), REBATCH_OOM);
-    cr_assert_eq(rebatch_pool_free(pool, first), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&second, pool, PAGE_BYTES, NULL, 0), REBATCH_OK);
+    OK(rebatch_pool_free(pool, first));
+    OK(rebatch_pool_alloc(&second, pool, PAGE_BYTES, NULL, 0));
     rebatch_pool_destroy(pool);
-    close_pair(&pair);
 }
 
 Test(device_fault, setting_its_capacity_sets_the_inner_devices)
 {
-    struct pair pair;
-    open_pair(&pair, NULL);
-    cr_assert_eq(rebatch_device_set_capacity(pair.fault, 3 * PAGE_BYTES), REBATCH_OK);
+    OPEN(pair, pair, NULL);
+    OK(rebatch_device_set_capacity(pair.fault, 3 * PAGE_BYTES));
     cr_assert_eq(capacity_of(pair.host), 3 * PAGE_BYTES);
     cr_assert_eq(rebatch_device_set_capacity(pair.fault, 0), REBATCH_E_INVALID);
     cr_assert_eq(capacity_of(pair.host), 3 * PAGE_BYTES);
-    close_pair(&pair);
 }
 
 Test(device_fault, fault_devices_nest)
 {
-    struct pair pair;
     rebatch_device *outer;
     const rebatch_fault_plan second = copies(2, 1);
     const rebatch_fault_plan first = copies(1, 1);
-    open_pair(&pair, &second);
-    cr_assert_eq(rebatch_device_open_fault(&outer, pair.fault, &first), REBATCH_OK);
+    OPEN(pair, pair, &second);
+    OK(rebatch_device_open_fault(&outer, pair.fault, &first));
     char from[8] = "rebatch";
     char to[8];
     cr_assert_eq(rebatch_copy(outer, to, from, 8, NULL), REBATCH_E_DEVICE); /* outer: its 1st */
-    cr_assert_eq(rebatch_copy(outer, to, from, 8, NULL), REBATCH_OK);
+    OK(rebatch_copy(outer, to, from, 8, NULL));
     cr_assert_eq(rebatch_copy(outer, to, from, 8, NULL), REBATCH_E_DEVICE); /* inner: its 2nd */
-    cr_assert_eq(rebatch_copy(outer, to, from, 8, NULL), REBATCH_OK);
+    OK(rebatch_copy(outer, to, from, 8, NULL));
     rebatch_device_close(outer);
-    close_pair(&pair);
 }
 
 Test(device_fault, the_inner_device_stays_open_while_it_is_used)
 {
-    struct pair pair;
-    open_pair(&pair, NULL);
+    OPEN(pair, pair, NULL);
     rebatch_clear_error();
     rebatch_device_close(pair.host);
     assert_text_has("device host stays open: what is open on it is 1, expected 0");
-    cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    close_pair(&pair);
+    OK(copy_once(&pair));
 }

@@ -70,10 +70,9 @@ Test(preload, nothing_changes_where_nothing_is_asked_for)
 
 Test(preload, a_program_that_is_linked_with_the_library)
 {
-    struct run r = preload_run_plain("REBATCH_RUN_OOM=2", "wrapped", "asked a1024 a1024");
+    AUTO_DONE(r) = preload_run_plain("REBATCH_RUN_OOM=2", "wrapped", "asked a1024 a1024");
     cr_assert_eq(r.code, 0);
     cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\na1024 = 2 untouched\n");
-    done(&r);
 }
 
 /* ---- functions by name ---- */
@@ -87,7 +86,7 @@ static void expect_line(const struct run *r, const char *line)
 
 Test(preload, functions_are_found_as_without_the_library)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_line(&r, "driver cuMemAlloc_v2: librebatch_wrap.so");
     expect_line(&r, "driver cuMemAllocManaged has an error: nowhere");
@@ -102,12 +101,11 @@ Test(preload, functions_are_found_as_without_the_library)
     expect_line(&r, "driver itself cuMemAlloc_v2: libcuda.so.1");
     expect_line(&r, "cudnnCreate calls inner");
     expect_line(&r, "cuda_outer calls inner");
-    done(&r);
 }
 
 Test(preload, the_driver_says_which_form_of_a_function_it_has)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_line(&r, "cuMemAlloc 13000 0 = 0, 0: librebatch_wrap.so");
     expect_line(&r, "cuMemAlloc 3020 1 = 0, 0: librebatch_wrap.so");
@@ -120,36 +118,33 @@ Test(preload, the_driver_says_which_form_of_a_function_it_has)
     /* A form that is newer than this library is not taken. */
     expect_line(&r, "cuMemGetInfo 13999 0 = 0, 0: librebatch_wrap.so");
     expect_line(&r, "cuMemGetInfo 14000 0 = 0, 0: libcuda.so.1");
-    done(&r);
 }
 
 /* Each form of an entry point calls the driver's function of that form. */
 Test(preload, streams_of_threads_stay_streams_of_threads)
 {
-    struct run r = preload_run("--limit 1MiB", "program", "asked-thread s2048 g1");
+    AUTO_DONE(r) = preload_run("--limit 1MiB", "program", "asked-thread s2048 g1");
     char *calls = config_read("log");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(calls, "cuMemAllocAsync_ptsz 2048 = 0\ncuMemFreeAsync_ptsz 1073741824 = 0\n");
     free(calls);
-    done(&r);
 }
 
 Test(preload, streams_of_threads_and_of_the_process_at_once)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
     char *calls = config_read("log");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(calls, "\ncuMemAllocAsync 512 = 0\ncuMemAllocAsync 1024 = 0\n"
                             "cuMemAllocAsync_ptsz 2048 = 0\n"),
               "%s", calls);
     free(calls);
-    done(&r);
 }
 
 /* Its own table of functions has those of this library. */
 Test(preload, a_driver_that_finds_its_functions_by_their_symbols)
 {
-    struct run r = preload_run_plain(
+    AUTO_DONE(r) = preload_run_plain(
         "LD_LIBRARY_PATH=$TESTS/../drivers/leaky:$TESTS LD_PRELOAD=$WRAP REBATCH_RUN_OOM=2",
         "program", "asked a1024 s1024 f1");
     char *calls = config_read("log");
@@ -157,13 +152,12 @@ Test(preload, a_driver_that_finds_its_functions_by_their_symbols)
     cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\ns1024 = 2 untouched\nf1 = 0\n");
     cr_expect_str_eq(calls, "cuMemAlloc_v2 1024 = 0\ncuMemFree_v2 1073741824 = 0\n");
     free(calls);
-    done(&r);
 }
 
 /* The one that comes first answers, and neither waits for the other. */
 Test(preload, another_library_that_takes_dlsym)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP:$TESTS/libhook.so REBATCH_MEMORY_LIMIT=1MiB",
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP:$TESTS/libhook.so REBATCH_MEMORY_LIMIT=1MiB",
                                      "program", "asked a1024 a2000000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\na2000000 = 2 untouched\n");
@@ -173,7 +167,6 @@ Test(preload, another_library_that_takes_dlsym)
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\na2000000 = 0 0x40000400\n");
     cr_expect(strstr(r.error, "hook: called\n"), "%s", r.error);
-    done(&r);
 }
 
 /* ---- the cap ---- */
@@ -198,18 +191,17 @@ Test(preload, a_cap_holds_however_the_program_finds_the_driver)
         char arguments[256];
         (void)snprintf(arguments, sizeof arguments, "%s %s", i < WAYS ? ways[i] : "linked",
                        actions);
-        struct run r = preload_run("--limit 32MiB", i < WAYS ? "program" : "linked", arguments);
+        AUTO_DONE(r) = preload_run("--limit 32MiB", i < WAYS ? "program" : "linked", arguments);
         cr_assert_eq(r.code, 0, "%s", r.error);
         cr_expect_str_eq(r.out, expected, "%s\n%s", arguments, r.out);
         cr_expect_str_eq(r.error, "rebatch run: 7 allocations, 5 beyond the cap, peak 19.1 MiB of "
                                   "32.0 MiB\n");
-        done(&r);
     }
 }
 
 Test(preload, a_cap_can_be_a_share_and_the_device_can_be_smaller)
 {
-    struct run r = preload_run("--limit 50%", "program", "asked a40000000 a30000000 i0");
+    AUTO_DONE(r) = preload_run("--limit 50%", "program", "asked a40000000 a30000000 i0");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a40000000 = 2 untouched\na30000000 = 0 0x40000000\n"
                             "info = 0, 3554000 of 33554000\n");
@@ -225,12 +217,11 @@ Test(preload, a_cap_can_be_a_share_and_the_device_can_be_smaller)
     r = preload_run("--limit 100MiB", "program", "asked a70000000 a60000000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a70000000 = 2 untouched\na60000000 = 0 0x40000000\n");
-    done(&r);
 }
 
 Test(preload, each_device_has_a_cap_and_a_trace_has_one_device)
 {
-    struct run r = preload_run("--limit 1MiB --record x.trace", "program",
+    AUTO_DONE(r) = preload_run("--limit 1MiB --record x.trace", "program",
                                "asked a900000 d1 a800000 c200000 c900000 i0 d0 i0 a900000 f2 f1");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a900000 = 0 0x40000000\na800000 = 0 0x400dbc00\n"
@@ -241,18 +232,16 @@ Test(preload, each_device_has_a_cap_and_a_trace_has_one_device)
               r.error);
     expect_trace("x.trace", "a 1 900000 0\n# device 1 is not recorded\n"
                             "# out of memory: 900000 bytes\nf 1\n");
-    done(&r);
 }
 
 Test(preload, the_first_form_of_the_functions)
 {
-    struct run r = preload_run("--limit 1MiB", "names", "");
+    AUTO_DONE(r) = preload_run("--limit 1MiB", "names", "");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_line(&r, "first form: 0, 0x40000000 7");
     expect_line(&r, "first form: 2, 7 7");
     expect_line(&r, "first form: 0, 1047576 of 1048576 7");
     expect_line(&r, "first form: 0, 1048576 of 1048576");
-    done(&r);
 }
 
 /* CUDA does not work in a child process of fork(): it is neither counted nor reported. */
@@ -272,7 +261,7 @@ Test(preload, a_child_process_is_left_alone)
 /* What the driver refuses to free is still there. */
 Test(preload, a_free_that_fails_frees_nothing)
 {
-    struct run r = preload_run("--limit 1MiB", "program", "asked a1000000 f1 f1 a1000000 i0");
+    AUTO_DONE(r) = preload_run("--limit 1MiB", "program", "asked a1000000 f1 f1 a1000000 i0");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nf1 = 0\nf1 = 1\na1000000 = 0 0x40000000\n"
                             "info = 0, 48576 of 1048576\n");
@@ -281,64 +270,57 @@ Test(preload, a_free_that_fails_frees_nothing)
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nn1 = 900\na1000000 = 2 untouched\nf1 = 0\n"
                             "a1000000 = 0 0x40000000\n");
-    done(&r);
 }
 
 /* A library with a scope of its own finds the driver itself. */
 Test(preload, a_library_that_binds_deeply_is_not_seen)
 {
-    struct run r = preload_run("--limit 1MiB", "program", "deep a1000000 a1000000 f1");
+    AUTO_DONE(r) = preload_run("--limit 1MiB", "program", "deep a1000000 a1000000 f1");
     cr_expect_eq(r.code, 1);
     cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\na1000000 = 0 0x400f4400\nf1 = 0\n");
     cr_expect(strstr(r.error, " ended with status 0 and never called rebatch_step(), nor did it "
                               "allocate CUDA memory\n"),
               "%s", r.error);
-    done(&r);
 }
 
 Test(preload, threads_at_once)
 {
-    struct run r = preload_run("--limit 64KiB --record x.trace", "program", "asked w0 i0");
+    AUTO_DONE(r) = preload_run("--limit 64KiB --record x.trace", "program", "asked w0 i0");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "threads: 0 wrong\ninfo = 0, 65536 of 65536\n");
     done(&r);
     r = cli_run_program(cli_replay, "--json x.trace"); /* every free is of what is in use */
     cr_expect_eq(r.code, 0, "%s", r.error);
-    done(&r);
 }
 
 /* ---- failures on purpose ---- */
 
 Test(preload, the_nth_allocation_fails)
 {
-    struct run r = preload_run("--oom 2", "program", "asked a512 s512 c512 i0");
+    AUTO_DONE(r) = preload_run("--oom 2", "program", "asked a512 s512 c512 i0");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a512 = 0 0x40000000\ns512 = 2 untouched\nc512 = 0 0x40000200\n"
                             "info = 0, 67107840 of 67108864\n");
     cr_expect_str_eq(r.error, "rebatch run: 1 of 3 allocations failed on purpose, peak 1.00 KiB\n");
-    done(&r);
 }
 
 Test(preload, a_seed_fails_the_same_allocations)
 {
     static const char twenty[] =
         "asked a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1 a1";
-    struct run first = preload_run("--oom-chance 30%", "program", twenty);
-    struct run again = preload_run("--oom-chance 0.3 --seed 1", "program", twenty);
-    struct run other = preload_run("--oom-chance 0.3 --seed 2", "program", twenty);
+    AUTO_DONE(first) = preload_run("--oom-chance 30%", "program", twenty);
+    AUTO_DONE(again) = preload_run("--oom-chance 0.3 --seed 1", "program", twenty);
+    AUTO_DONE(other) = preload_run("--oom-chance 0.3 --seed 2", "program", twenty);
     cr_assert_eq(first.code, 0, "%s", first.error);
     cr_expect(strstr(first.out, "untouched") && strstr(first.out, "= 0"), "%s", first.out);
     cr_expect_str_eq(again.out, first.out);
     cr_expect_str_eq(again.error, first.error);
     cr_expect(strcmp(other.out, first.out) != 0, "another seed, other allocations");
-    done(&first);
-    done(&again);
-    done(&other);
 }
 
 Test(preload, variables_alone)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_MEMORY_LIMIT=1MiB", "program",
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_MEMORY_LIMIT=1MiB", "program",
                                      "asked a1000000 f1");
     cr_assert_eq(r.code, 0);
     cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nf1 = 0\n");
@@ -355,14 +337,13 @@ Test(preload, variables_alone)
     cr_expect_str_eq(r.out, "a512 = 0 0x40000000\n");
     cr_expect_str_eq(r.error,
                      "rebatch: REBATCH_RUN_OOM is \"no\": expected a whole number, 1 or more\n");
-    done(&r);
 }
 
 /* ---- traces ---- */
 
 Test(preload, what_is_recorded_can_be_replayed)
 {
-    struct run r = preload_run("--oom 4 --record x.trace", "program",
+    AUTO_DONE(r) = preload_run("--oom 4 --record x.trace", "program",
                                "asked a1000 s2000 c3000 a4000 s5000 f1 h2 g5 r3 f3 a100000000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.error, "/x.trace\n"), "%s", r.error);
@@ -373,19 +354,17 @@ Test(preload, what_is_recorded_can_be_replayed)
     r = cli_run_program(cli_replay, "--json x.trace");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "\"peak_requested_bytes\": 11000,"), "%s", r.out);
-    done(&r);
 }
 
 Test(preload, the_default_stream_of_a_thread_is_another_than_the_processs)
 {
-    struct run r = preload_run("--record x.trace", "program", "asked z512 s512 g1");
+    AUTO_DONE(r) = preload_run("--record x.trace", "program", "asked z512 s512 g1");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_trace("x.trace", "a 1 512 0\na 2 512 1\nu 1 1\nf 1\n");
     done(&r);
     r = preload_run("--record x.trace", "program", "asked-thread z512 s512 f1");
     cr_assert_eq(r.code, 0, "%s", r.error);
     expect_trace("x.trace", "a 1 512 1\na 2 512 2\nf 1\n");
-    done(&r);
 }
 
 Test(preload, the_trace_of_a_program_that_is_killed_is_whole)
@@ -396,18 +375,17 @@ Test(preload, the_trace_of_a_program_that_is_killed_is_whole)
     } ends[] = {{"$TESTS/program asked a1000 a2000 a3000 f1 x0", 0},
                 {"$TESTS/program asked a1000 a2000 a3000 f1 k0; exit $?", 128 + 9}};
     for (int i = 0; i < 2; i++) {
-        struct run r = preload_run_shell("--record x.trace", ends[i].line);
+        AUTO_DONE(r) = preload_run_shell("--record x.trace", ends[i].line);
         cr_expect_eq(r.code, ends[i].code, "%s", r.error);
         cr_expect(strstr(r.error, "rebatch run: at least 2 allocations, "), "%s", r.error);
         expect_trace("x.trace", "a 1 1000 0\na 2 2000 0\na 3 3000 0\nf 1\n");
-        done(&r);
     }
 }
 
 /* Processes of one program do not write into one file. */
 Test(preload, each_process_has_a_trace_and_a_report)
 {
-    struct run r = preload_run_shell("--record x.trace",
+    AUTO_DONE(r) = preload_run_shell("--record x.trace",
                                      "$TESTS/program asked a1000; $TESTS/program asked a2000 a1");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.error, "rebatch run: 1 allocation, peak 1000 B; recorded in "), "%s",
@@ -418,24 +396,22 @@ Test(preload, each_process_has_a_trace_and_a_report)
     done(&r);
     r = cli_run_program("sh", "-c 'cat x.trace.*'");
     cr_expect(strstr(r.out, "\na 1 2000 0\na 2 1 0\n"), "%s", r.out);
-    done(&r);
 }
 
 Test(preload, a_trace_that_cannot_be_written_stops_nothing)
 {
-    struct run r = preload_run("--record /proc/x.trace", "program", "asked a1000 a2000");
+    AUTO_DONE(r) = preload_run("--record /proc/x.trace", "program", "asked a1000 a2000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1000 = 0 0x40000000\na2000 = 0 0x40000400\n");
     cr_expect(strstr(r.error, "/proc/x.trace cannot be made: No such file or directory\n"), "%s",
               r.error);
-    done(&r);
 }
 
 /* ---- the command ---- */
 
 Test(preload, what_is_preloaded_already_stays)
 {
-    struct run r = preload_run_shell("--limit 1MiB", "echo \"$LD_PRELOAD\"");
+    AUTO_DONE(r) = preload_run_shell("--limit 1MiB", "echo \"$LD_PRELOAD\"");
     const char *const wrap = strstr(r.out, "librebatch_wrap.so\n");
     cr_expect(wrap && r.out[0] == '/', "%s", r.out);
     done(&r);
@@ -446,17 +422,15 @@ Test(preload, what_is_preloaded_already_stays)
     done(&r);
     r = preload_run_with("LD_PRELOAD=$WRAP", "--limit 1MiB", "sh", "-c 'echo \"$LD_PRELOAD\"'");
     cr_expect(!strchr(r.out, ':'), "%s", r.out);
-    done(&r);
 }
 
 Test(preload, a_shrink_needs_steps)
 {
-    struct run r = preload_run("--limit 1MiB --shrink 50%@step:1", "program", "asked a1000");
+    AUTO_DONE(r) = preload_run("--limit 1MiB --shrink 50%@step:1", "program", "asked a1000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.error,
                      "rebatch run: 1 allocation, 0 beyond the cap, peak 1000 B of 1.00 MiB; "
                      "without rebatch_step() there is nothing to shrink\n");
-    done(&r);
 }
 
 Test(preload, wrong_paths_of_a_trace)

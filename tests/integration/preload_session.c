@@ -19,14 +19,13 @@ Test(preload_session, code_without_the_header_uses_the_pool)
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         char arguments[128] = "";
         (void)strcat(strcpy(arguments, ways[i]), " a1024 s2048 a4096 f1 g2 f3 a1024 f4");
-        struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "session", arguments);
+        AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "session", arguments);
         char *calls = config_read("log");
         cr_assert_eq(r.code, 0, "%s", r.error);
         cr_expect_str_eq(r.error, "");
         cr_expect(!strstr(r.out, "= 1") && !strstr(r.out, "= 2"), "%s", r.out);
         cr_expect_str_eq(calls, "cuMemAlloc_v2 8388608 = 0\n", "%s", ways[i]);
         free(calls);
-        done(&r);
     }
 }
 
@@ -46,7 +45,7 @@ Test(preload_session, code_without_the_header_frees_memory_of_the_pool)
 /* cudaFree waits for the device, of the pool's memory too. */
 Test(preload_session, a_free_waits_once)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP DRIVER_LOG_WAITS=1", "session",
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP DRIVER_LOG_WAITS=1", "session",
                                      "asked a4096 c512 s512 f1 g3 r2 f2");
     char *calls = config_read("log");
     cr_assert_eq(r.code, 0, "%s", r.error);
@@ -54,22 +53,20 @@ Test(preload_session, a_free_waits_once)
                             "cuCtxSynchronize 0 = 0\ncuMemRelease 1082130432 = 0\n"
                             "cuMemFree_v2 1082130432 = 1\n");
     free(calls);
-    done(&r);
 }
 
 /* Without the library the driver does not know the pool's memory. */
 Test(preload_session, which_fails_without_the_library)
 {
-    struct run r = preload_run_plain("", "session", "asked A4096 A512 f2 F2");
+    AUTO_DONE(r) = preload_run_plain("", "session", "asked A4096 A512 f2 F2");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "A4096 = 0\nA512 = 0\nf2 = 1\nF2 = 0\n");
-    done(&r);
 }
 
 /* Physical memory, other pools and captured graphs are the driver's, and so is what is wrong. */
 Test(preload_session, what_is_not_the_pools_goes_to_the_driver)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "session",
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "session",
                                      "asked p1024 c1024 t1024 m1024 f1 r2 g3 g4 f1 a0");
     char *calls = config_read("log");
     cr_assert_eq(r.code, 0, "%s", r.error);
@@ -79,12 +76,11 @@ Test(preload_session, what_is_not_the_pools_goes_to_the_driver)
                             "cuMemFreeAsync 1073743872 = 0\ncuMemFreeAsync 1073744896 = 0\n"
                             "cuMemFree_v2 1073741824 = 1\ncuMemAlloc_v2 0 = 1\n");
     free(calls);
-    done(&r);
 }
 
 Test(preload_session, an_oom_of_the_pool_is_cudas)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "session",
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "session",
                                      "asked a100000000 s100000000 i0 o8000000 o40000000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out,
@@ -93,13 +89,12 @@ Test(preload_session, an_oom_of_the_pool_is_cudas)
                      "o8000000 = 0, micro-batch 4, 0 out of memory\n"
                      "o40000000 = 5, micro-batch 1, 3 out of memory\n",
                      "%s", r.out);
-    done(&r);
 }
 
 /* What an attempt took by the driver's functions goes with it. */
 Test(preload_session, a_rollback_takes_back_what_code_without_the_header_took)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_MEMORY_LIMIT=24MiB", "session",
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_MEMORY_LIMIT=24MiB", "session",
                                      "asked a4000000 o6000000 i0");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "o6000000 = 5, micro-batch 1, "), "%s", r.out);
@@ -107,31 +102,28 @@ Test(preload_session, a_rollback_takes_back_what_code_without_the_header_took)
     r = preload_run_plain("REBATCH_RUN_OOM=4 LD_PRELOAD=$WRAP", "session", "asked o6000000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "o6000000 = 0, micro-batch 2, 1 out of memory\n");
-    done(&r);
 }
 
 /* Its step changes nothing that rebatch sees. */
 Test(preload_session, a_check_of_a_program_that_watches_nothing_says_so)
 {
-    struct run r = preload_run_plain("REBATCH_CHECK=1", "session", "asked o1024");
+    AUTO_DONE(r) = preload_run_plain("REBATCH_CHECK=1", "session", "asked o1024");
     cr_assert_eq(r.code, 4, "%s", r.error);
     cr_assert(strncmp(r.out, "uncompared      ", 16) == 0, "%s", r.out);
     cr_assert(strstr(r.out, "1 mistake: ") && strstr(r.out, ", compared nothing, "), "%s", r.out);
-    done(&r);
 }
 
 /* ---- a program that has the library inside ---- */
 
 Test(preload_session, a_static_session_is_not_shared)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "session-static", "asked a1024 A512 f1");
+    AUTO_DONE(r) = preload_run_plain("LD_PRELOAD=$WRAP", "session-static", "asked a1024 A512 f1");
     char *calls = config_read("log");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\nA512 = 0\nf1 = 0\n");
     cr_expect_str_eq(calls, "cuMemAlloc_v2 1024 = 0\ncuMemAlloc_v2 8388608 = 0\n"
                             "cuMemFree_v2 1073741824 = 0\n");
     free(calls);
-    done(&r);
 }
 
 /* ---- rebatch run ---- */
@@ -141,7 +133,7 @@ Test(preload_session, a_session_applies_the_limit_itself)
 {
     static const char *const programs[] = {"session", "session-static"};
     for (int i = 0; i < 2; i++) {
-        struct run r = preload_run("--limit 8MiB", programs[i],
+        AUTO_DONE(r) = preload_run("--limit 8MiB", programs[i],
                                    "asked A5000000 A2000000 A4000000 a1000000 F1 F2 c20000000");
         cr_assert_eq(r.code, 0, "%s", r.error);
         cr_expect(strncmp(r.out, "A5000000 = 0\nA2000000 = 0\nA4000000 = 1\na1000000 = 0 0x", 54) ==
@@ -149,14 +141,13 @@ Test(preload_session, a_session_applies_the_limit_itself)
                   "%s", r.out);
         cr_expect(strstr(r.out, "c20000000 = 0 0x"), "%s", r.out);
         cr_expect(!strstr(r.error, "beyond the cap"), "%s", r.error);
-        done(&r);
     }
 }
 
 /* The first request of the step fails, and no allocation outside of it. */
 Test(preload_session, a_failure_strikes_once)
 {
-    struct run r = preload_run("--oom 1", "session", "asked c512 a512 A512 o1000000 o1000000 a512");
+    AUTO_DONE(r) = preload_run("--oom 1", "session", "asked c512 a512 A512 o1000000 o1000000 a512");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "c512 = 0 0x40000000\na512 = 0 0x40000200\nA512 = 0\n"
                             "o1000000 = 0, micro-batch 2, 1 out of memory\n"
@@ -165,12 +156,11 @@ Test(preload_session, a_failure_strikes_once)
     cr_expect(strstr(r.error, "rebatch run: 1 failure injected, 1 survived; 1 OOM in all, "), "%s",
               r.error);
     cr_expect(!strstr(r.error, "on purpose"), "%s", r.error);
-    done(&r);
 }
 
 Test(preload_session, the_pools_allocations_are_recorded)
 {
-    struct run r = preload_run("--record x.trace", "session", "asked a1024 s2048 f1 h2 a512 p600");
+    AUTO_DONE(r) = preload_run("--record x.trace", "session", "asked a1024 s2048 f1 h2 a512 p600");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.error, "rebatch run: 4 allocations, peak 512 B; recorded in /"), "%s",
               r.error);
@@ -189,5 +179,4 @@ Test(preload_session, the_pools_allocations_are_recorded)
     trace = config_read("x.trace");
     cr_expect(strstr(trace, "\na 1 1024 0\nf 1\na 2 1024 0\nf 2\n"), "%s", trace);
     free(trace);
-    done(&r);
 }

@@ -1,10 +1,8 @@
 /* Owns the tests of a probe that keeps its results in a file, and of predictions.
  * Must not know more of the library than its public headers say. Seeds: none. */
-#include <criterion/criterion.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "probe_common.h"
@@ -12,7 +10,6 @@
 
 TestSuite(probe_saved, .init = config_enter, .fini = config_leave);
 
-#define MIB(n) ((size_t)(n) << 20)
 #define NAME "results"
 
 /* What events said. */
@@ -43,15 +40,10 @@ static rebatch_options listening(struct heard *heard)
 static rebatch_probe_report probe(size_t capacity_bytes, const rebatch_options *session,
                                   size_t batch, const char *key)
 {
-    struct bed bed;
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.file = NAME;
-    options.key = key;
-    bed_open_typical(&bed, capacity_bytes, session);
-    cr_assert_eq(bed_probe(&bed, batch, &options), REBATCH_OK, "%s", rebatch_last_error());
+    OPEN_WITH(bed_open_typical, bed, bed, capacity_bytes, session);
+    OK(bed_probe(&bed, batch, &PROBE(.file = NAME, .key = key)));
     cr_assert_eq(rebatch_get_micro(bed.rb, batch), bed.report.size);
     const rebatch_probe_report report = bed.report;
-    bed_close(&bed);
     return report;
 }
 
@@ -75,13 +67,11 @@ Test(probe_saved, a_saved_size_is_run_once_and_held)
 
 Test(probe_saved, without_a_file_there_is_none)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(12), NULL);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+    OK(bed_probe(&bed, 64, NULL));
     cr_assert_eq(bed.report.saved, REBATCH_SAVED_NONE);
     cr_assert_str_eq(rebatch_saved_size_text(bed.report.saved), "no file was given");
     cr_assert_str_eq(rebatch_saved_size_text((rebatch_saved_size)77), "no such answer");
-    bed_close(&bed);
 }
 
 Test(probe_saved, another_model_device_or_setting_has_its_own_size)
@@ -115,38 +105,27 @@ Test(probe_saved, another_model_device_or_setting_has_its_own_size)
 /* Makes the file say another size of the same key: a co-tenant was there, or had gone. */
 static void save_size_found_beside(size_t other_bytes)
 {
-    struct bed bed;
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.file = NAME;
-    options.key = "typical";
-    bed_open_typical(&bed, MIB(16), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
     void *other;
-    cr_assert_eq(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), other_bytes, NULL, 0),
-                 REBATCH_OK);
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(bed.rb), other), REBATCH_OK);
-    bed_close(&bed);
+    OK(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), other_bytes, NULL, 0));
+    OK(bed_probe(&bed, 64, &PROBE(.file = NAME, .key = "typical")));
+    OK(rebatch_pool_free(rebatch_get_pool(bed.rb), other));
 }
 
 Test(probe_saved, a_size_that_no_longer_fits_is_replaced)
 {
     const size_t roomy = probe(MIB(16), NULL, 64, "typical").size;
-    struct bed bed;
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.file = NAME;
-    options.key = "typical";
-    bed_open_typical(&bed, MIB(16), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(16), NULL);
     void *other;
-    cr_assert_eq(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), MIB(4), NULL, 0), REBATCH_OK);
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK);
+    OK(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), MIB(4), NULL, 0));
+    OK(bed_probe(&bed, 64, &PROBE(.file = NAME, .key = "typical")));
     cr_assert_eq(bed.report.saved, REBATCH_SAVED_REPLACED);
     cr_assert_eq(bed.report.saved_size, roomy);
     cr_assert_eq(bed.report.ooms, 1);
     cr_assert_lt(bed.report.size, roomy);
     cr_assert_gt(bed.report.size, roomy / 2);
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(bed.rb), other), REBATCH_OK);
+    OK(rebatch_pool_free(rebatch_get_pool(bed.rb), other));
     const size_t smaller = bed.report.size;
-    bed_close(&bed);
     cr_assert_eq(probe(MIB(16), NULL, 64, "typical").saved_size, smaller,
                  "the entry is the new one");
 }
@@ -170,14 +149,9 @@ Test(probe_saved, a_saved_size_of_one_is_held_without_an_oom)
     rebatch_probe_report first = {0};
     while (first.size != 1) {
         (void)unlink(NAME);
-        struct bed bed;
-        bed_open_typical(&bed, capacity, NULL);
-        rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-        options.file = NAME;
-        options.key = "typical";
-        const rebatch_status status = bed_probe(&bed, 64, &options);
+        OPEN_WITH(bed_open_typical, bed, bed, capacity, NULL);
+        const rebatch_status status = bed_probe(&bed, 64, &PROBE(.file = NAME, .key = "typical"));
         first = bed.report;
-        bed_close(&bed);
         cr_assert(status == REBATCH_OK || status == REBATCH_E_EXHAUSTED);
         cr_assert(status == REBATCH_OK, "no capacity fits just one");
         if (first.size != 1)
@@ -235,64 +209,43 @@ Test(probe_saved, a_file_without_a_key_is_refused)
     char longest[257] = "";
     memset(longest, 'k', 256);
     static const char *const none[] = {NULL, ""};
-    struct bed bed;
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     options.file = NAME;
     for (int i = 0; i < 3; i++) {
         options.key = i < 2 ? none[i] : longest;
-        cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_E_INVALID);
-        cr_assert(strstr(rebatch_last_error(), "expected 1 to 255"), "%s", rebatch_last_error());
+        FAILS(bed_probe(&bed, 64, &options), REBATCH_E_INVALID, "expected 1 to 255");
     }
     cr_assert_eq(bed.load.ran, 0);
     longest[255] = '\0';
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK);
-    bed_close(&bed);
+    OK(bed_probe(&bed, 64, &options));
 }
 
 Test(probe_saved, a_file_without_a_name_is_refused)
 {
-    struct bed bed;
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    bed_open_typical(&bed, MIB(12), NULL);
-    options.file = "";
-    options.key = "typical";
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "file is \"\": expected a name"), "%s",
-              rebatch_last_error());
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+    FAILS(bed_probe(&bed, 64, &PROBE(.file = "", .key = "typical")), REBATCH_E_INVALID,
+          "file is \"\": expected a name");
     cr_assert_eq(bed.load.ran, 0);
-    bed_close(&bed);
 }
 
 Test(probe_saved, nothing_is_saved_when_nothing_fits)
 {
-    struct bed bed;
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.file = NAME;
-    options.key = "typical";
-    bed_open_typical(&bed, MIB(1), NULL);
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_E_EXHAUSTED);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(1), NULL);
+    cr_assert_eq(bed_probe(&bed, 64, &PROBE(.file = NAME, .key = "typical")), REBATCH_E_EXHAUSTED);
     cr_assert(access(NAME, F_OK) != 0);
-    bed_close(&bed);
 }
 
 /* The callback's own wall: the model of the pool's memory says each time that more fits. */
 static rebatch_probe_report probe_at_wall(size_t wall, size_t other_bytes)
 {
-    struct bed bed;
-    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
     void *other;
-    options.file = NAME;
-    options.key = "walled";
-    options.max_trials = 12;
-    bed_open_typical(&bed, MIB(20), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(20), NULL);
     bed.load.wall = wall;
-    cr_assert_eq(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), other_bytes, NULL, 0),
-                 REBATCH_OK);
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK, "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(bed.rb), other), REBATCH_OK);
+    OK(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), other_bytes, NULL, 0));
+    OK(bed_probe(&bed, 64, &PROBE(.file = NAME, .key = "walled", .max_trials = 12)));
+    OK(rebatch_pool_free(rebatch_get_pool(bed.rb), other));
     const rebatch_probe_report report = bed.report;
-    bed_close(&bed);
     return report;
 }
 
@@ -326,17 +279,15 @@ Test(probe_saved, with_more_room_what_was_too_large_is_run)
 static rebatch_prediction predict(struct bed *bed, size_t size, size_t batch)
 {
     rebatch_prediction prediction;
-    cr_assert_eq(rebatch_predict(&prediction, bed->rb, size, batch, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_predict(&prediction, bed->rb, size, batch, NULL));
     cr_assert_eq(prediction.size, size);
     return prediction;
 }
 
 Test(probe_saved, a_prediction_says_what_the_probe_said_and_no_callback_runs)
 {
-    struct bed bed;
-    bed_open_typical(&bed, MIB(12), NULL);
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
+    OK(bed_probe(&bed, 64, NULL));
     const uint32_t ran = bed.load.ran;
     const rebatch_prediction fits = predict(&bed, bed.report.size, 64);
     cr_assert(fits.fits);
@@ -351,7 +302,6 @@ Test(probe_saved, a_prediction_says_what_the_probe_said_and_no_callback_runs)
     cr_assert_gt(larger.peak_bytes, fits.peak_bytes);
     cr_assert_eq(predict(&bed, 2 * bed.report.size, 1).peak_bytes, bed.report.twice_bytes);
     cr_assert_eq(bed.load.ran, ran);
-    bed_close(&bed);
 }
 
 /* Sizes from 1 up, on a device with room: what is predicted is what a step measures. */
@@ -362,14 +312,14 @@ Test(probe_saved, predicted_peaks_are_the_measured_ones)
         rebatch_options options = REBATCH_OPTIONS_INIT;
         rebatch_step_report report;
         bed_open_typical(&bed, MIB(12), &options);
-        cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+        OK(bed_probe(&bed, 64, NULL));
         const rebatch_prediction prediction = predict(&bed, size, 64);
         bed_close(&bed);
         options.micro_largest = size;
         bed_open_typical(&bed, MIB(200), &options);
         bed.load.moments_bytes = 1;
-        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, NULL), REBATCH_OK);
-        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        OK(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, NULL));
+        OK(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report));
         cr_assert_eq(prediction.peak_bytes + REBATCH_POOL_UNIT_BYTES, report.peak_bytes,
                      "size %zu: %zu predicted, %zu measured with a byte of moments", size,
                      (size_t)prediction.peak_bytes, (size_t)report.peak_bytes);
@@ -379,62 +329,54 @@ Test(probe_saved, predicted_peaks_are_the_measured_ones)
 
 Test(probe_saved, a_prediction_counts_what_will_be_there)
 {
-    struct bed bed;
     rebatch_prediction prediction;
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     options.reserve_bytes = MIB(3);
-    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK);
+    OK(bed_probe(&bed, 64, &options));
     const size_t size = bed.report.size;
-    cr_assert_eq(rebatch_predict(&prediction, bed.rb, size, 64, &options), REBATCH_OK);
+    OK(rebatch_predict(&prediction, bed.rb, size, 64, &options));
     cr_assert(prediction.fits);
     cr_assert_eq(prediction.peak_bytes, bed.report.measured_peak_bytes);
-    cr_assert_eq(rebatch_predict(&prediction, bed.rb, bed.report.predicted_size + 1, 64, &options),
-                 REBATCH_OK);
+    OK(rebatch_predict(&prediction, bed.rb, bed.report.predicted_size + 1, 64, &options));
     cr_assert(!prediction.fits);
     cr_assert(predict(&bed, bed.report.predicted_size + 1, 64).fits, "without it there is room");
     options.reserve_bytes = MIB(100);
-    cr_assert_eq(rebatch_predict(&prediction, bed.rb, 1, 64, &options), REBATCH_OK);
+    OK(rebatch_predict(&prediction, bed.rb, 1, 64, &options));
     cr_assert(!prediction.fits);
-    bed_close(&bed);
 }
 
 Test(probe_saved, a_prediction_without_a_model_or_with_bad_arguments_is_refused)
 {
-    struct bed bed;
     rebatch_prediction prediction = {.size = 9};
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     cr_assert_eq(rebatch_predict(&prediction, bed.rb, 4, 64, NULL), REBATCH_E_STATE);
     cr_assert_eq(prediction.size, 0);
-    cr_assert(strstr(rebatch_last_error(), "rebatch_probe()"), "%s", rebatch_last_error());
-    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    SAYS("rebatch_probe()");
+    OK(bed_probe(&bed, 64, NULL));
     cr_assert_eq(rebatch_predict(NULL, bed.rb, 4, 64, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_predict(&prediction, NULL, 4, 64, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_predict(&prediction, bed.rb, 0, 64, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_predict(&prediction, bed.rb, 4, 0, NULL), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_predict(&prediction, bed.rb, SIZE_MAX, 64, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    OK(rebatch_predict(&prediction, bed.rb, SIZE_MAX, 64, NULL));
     cr_assert(!prediction.fits);
     for (size_t size = 64; size <= (size_t)1 << 40; size *= 2) {
-        cr_assert_eq(rebatch_predict(&prediction, bed.rb, size, 64, NULL), REBATCH_OK);
+        OK(rebatch_predict(&prediction, bed.rb, size, 64, NULL));
         cr_assert(!prediction.fits && prediction.failing_bytes > 0);
         cr_assert_gt(prediction.peak_bytes, size * 100000);
     }
-    bed_close(&bed);
 }
 
 /* ---- step numbers ---- */
 
 Test(probe_saved, a_resumed_session_goes_on_counting)
 {
-    struct bed bed;
     rebatch_step_report report;
-    bed_open_typical(&bed, MIB(12), NULL);
+    OPEN_WITH(bed_open_typical, bed, bed, MIB(12), NULL);
     cr_assert_eq(rebatch_set_step(NULL, 1), REBATCH_E_INVALID);
-    cr_assert_eq(rebatch_set_step(bed.rb, 41), REBATCH_OK);
-    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 8, &bed.load, &report), REBATCH_OK);
+    OK(rebatch_set_step(bed.rb, 41));
+    OK(rebatch_step(bed.rb, &bed.ops, 8, &bed.load, &report));
     cr_assert_eq(report.step, 41);
-    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 8, &bed.load, &report), REBATCH_OK);
+    OK(rebatch_step(bed.rb, &bed.ops, 8, &bed.load, &report));
     cr_assert_eq(report.step, 42);
-    bed_close(&bed);
 }

@@ -1,7 +1,6 @@
 /* Owns the tests of ranks that fail, disagree, or do not come: what the others hear of it, and that
  * nobody updates. Must not know more of the library than its public headers say. */
 #include <stdio.h>
-#include <string.h>
 
 #include "rank_asserts.h"
 

@@ -1,8 +1,6 @@
 /* Owns the tests of ranks whose micro-batches have collectives: all run the same ones, and an OOM
  * on one of them is undone on all.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
 #include "rank_asserts.h"
 
 static rebatch_options in_lockstep(void)
@@ -31,7 +29,7 @@ static void assert_says(const struct rank *r, const char *sentence)
 
 Test(ranks_lockstep, each_micro_batch_has_one_vote_and_a_step_four_more)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3); /* 12 samples on each: 4 + 4 + 4 */
     for (int step = 0; step < 5; step++)
         ranks_step(&ranks);
@@ -39,19 +37,18 @@ Test(ranks_lockstep, each_micro_batch_has_one_vote_and_a_step_four_more)
     cr_assert(ranks_have_stepped(&ranks, 5));
     cr_assert_eq(ranks.meeting.votes, 5 * (3 + 4));
     cr_assert_eq(ranks.meeting.programs, 5 * 3 * 2);
-    ranks_close(&ranks);
 }
 
 Test(ranks_lockstep, micro_batches_are_as_large_as_the_least_of_the_ranks_can_run)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     rebatch_options o = in_lockstep();
     o.micro_start = 0;
     cr_assert(ranks_open(&ranks, 3, &o, 0));
     for (uint32_t i = 0; i < 3; i++)
         ranks.rank[i].unit_bytes = (size_t)16 << 10;
-    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(ranks.rank[2].rb), (size_t)128 << 10),
-                 REBATCH_OK); /* for eight samples */
+    OK(rebatch_pool_set_limit(rebatch_get_pool(ranks.rank[2].rb),
+                              (size_t)128 << 10)); /* for eight samples */
     ranks_step(&ranks);
     assert_all(&ranks, REBATCH_OK);
     cr_assert_eq(ranks.rank[2].report.ooms, 1);
@@ -64,12 +61,11 @@ Test(ranks_lockstep, micro_batches_are_as_large_as_the_least_of_the_ranks_can_ru
         cr_assert_eq(ranks.rank[i].report.microbatches, 2);
         cr_assert_eq(ranks.rank[i].report.attempts, 2);
     }
-    ranks_close(&ranks);
 }
 
 Test(ranks_lockstep, sizes_grow_when_the_least_of_the_ranks_has_room)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     rebatch_options o = in_lockstep();
     o.micro_start = 0;
     o.growth = REBATCH_ON;
@@ -78,18 +74,17 @@ Test(ranks_lockstep, sizes_grow_when_the_least_of_the_ranks_has_room)
     for (uint32_t i = 0; i < 2; i++)
         ranks.rank[i].unit_bytes = (size_t)16 << 10;
     rebatch_pool *const pool = rebatch_get_pool(ranks.rank[1].rb);
-    cr_assert_eq(rebatch_pool_set_limit(pool, (size_t)64 << 10), REBATCH_OK);
+    OK(rebatch_pool_set_limit(pool, (size_t)64 << 10));
     uint64_t steps = 0;
     for (; steps < 3; steps++)
         ranks_step(&ranks);
     cr_assert_eq(ranks.rank[0].report.micro, 3);
-    cr_assert_eq(rebatch_pool_set_limit(pool, 0), REBATCH_OK);
+    OK(rebatch_pool_set_limit(pool, 0));
     for (; ranks.rank[0].report.micro < 12 && steps < 50; steps++)
         ranks_step(&ranks);
     assert_all(&ranks, REBATCH_OK);
     cr_assert_eq(ranks.rank[0].report.micro, 12);
     cr_assert(ranks_have_stepped(&ranks, steps));
-    ranks_close(&ranks);
 }
 
 /* Micro-batches of 12 samples at the least, and of less memory at the first level. */
@@ -104,7 +99,7 @@ static rebatch_status lighten(unsigned level, void *user)
 
 Test(ranks_lockstep, a_level_that_one_rank_needs_is_entered_by_all)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     rebatch_options o = in_lockstep();
     o.micro_start = o.micro_smallest = 12;
     cr_assert(ranks_open(&ranks, 3, &o, 0));
@@ -113,29 +108,27 @@ Test(ranks_lockstep, a_level_that_one_rank_needs_is_entered_by_all)
         ranks.rank[i].unit_bytes = (size_t)16 << 10;
     }
     rebatch_pool *const pool = rebatch_get_pool(ranks.rank[1].rb);
-    cr_assert_eq(rebatch_pool_set_limit(pool, (size_t)64 << 10), REBATCH_OK);
+    OK(rebatch_pool_set_limit(pool, (size_t)64 << 10));
     ranks_step(&ranks);
     assert_all(&ranks, REBATCH_OK);
     for (uint32_t i = 0; i < 3; i++)
         cr_assert_eq(ranks.rank[i].report.lighten_level, 1);
     cr_assert(ranks_have_stepped(&ranks, 1));
-    ranks_close(&ranks);
 }
 
 Test(ranks_lockstep, a_level_that_another_rank_does_not_have_ends_the_step_on_all)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     rebatch_options o = in_lockstep();
     o.micro_start = o.micro_smallest = 12;
     cr_assert(ranks_open(&ranks, 2, &o, 0));
     ranks.rank[1].ops.lighten = lighten;
     ranks.rank[1].unit_bytes = (size_t)16 << 10;
     rebatch_pool *const pool = rebatch_get_pool(ranks.rank[1].rb);
-    cr_assert_eq(rebatch_pool_set_limit(pool, (size_t)64 << 10), REBATCH_OK);
+    OK(rebatch_pool_set_limit(pool, (size_t)64 << 10));
     ranks_step(&ranks);
     cr_assert_eq(ranks.rank[0].status, REBATCH_E_STATE);
     assert_says(&ranks.rank[1], "rank 0 ended step 0: another rank is at level 1 of lighten");
-    ranks_close(&ranks);
 }
 
 /* ---- an OOM anywhere ---- */
@@ -168,19 +161,17 @@ static void fail_every_request(struct ranks *ranks, uint32_t only, bool is_of_al
 Test(ranks_lockstep, an_oom_at_any_request_of_one_rank_is_undone_on_all)
 {
     for (uint32_t only = 0; only < 3; only++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         open(&ranks, 3);
         fail_every_request(&ranks, only, false);
-        ranks_close(&ranks);
     }
 }
 
 Test(ranks_lockstep, an_oom_at_any_request_of_all_ranks_changes_no_result)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3);
     fail_every_request(&ranks, 0, true);
-    ranks_close(&ranks);
 }
 
 /* ---- a rank that fails ---- */
@@ -212,7 +203,7 @@ Test(ranks_lockstep, a_status_of_one_rank_ends_the_step_on_all_with_its_sentence
 
 Test(ranks_lockstep, memory_that_stays_away_on_one_rank_ends_the_step_on_all)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 3);
     for (uint64_t nth = 2; nth < 12; nth++) {
         ranks.rank[2].fail_request = nth;
@@ -226,7 +217,6 @@ Test(ranks_lockstep, memory_that_stays_away_on_one_rank_ends_the_step_on_all)
     ranks_step(&ranks);
     assert_all(&ranks, REBATCH_OK);
     cr_assert(ranks_have_stepped(&ranks, 1));
-    ranks_close(&ranks);
 }
 
 static void keep_last_error(const rebatch_event *event, void *user)
@@ -238,13 +228,12 @@ static void keep_last_error(const rebatch_event *event, void *user)
 /* A caller may have another way to run the step, as Python has sums in host memory. */
 Test(ranks_lockstep, what_is_logged_of_memory_that_stays_away_says_how_the_ranks_ran)
 {
-    struct ranks ranks;
     char said[512] = "";
     rebatch_options o = in_lockstep();
     o.log_level = REBATCH_LOG_ERROR;
     o.on_event = keep_last_error;
     o.on_event_user = said;
-    open_ranks(&ranks, 2, &o);
+    OPEN_WITH(open_ranks, ranks, ranks, 2, &o);
     ranks.rank[1].fail_request = 2;
     ranks.rank[1].fails_for_ever = true;
     ranks_step(&ranks);
@@ -253,7 +242,6 @@ Test(ranks_lockstep, what_is_logged_of_memory_that_stays_away_says_how_the_ranks
         strstr(said, "step 0: out of memory, and nothing smaller or lighter is left to run, "),
         "%s", said);
     cr_assert(strstr(said, "(in lockstep)"), "%s", said);
-    ranks_close(&ranks);
 }
 
 static rebatch_status die(struct rank *r, enum rank_place place)
@@ -268,7 +256,7 @@ Test(ranks_lockstep, a_rank_that_dies_ends_the_step_on_all)
 {
     static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_ACCUMULATED};
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-        struct ranks ranks;
+        AUTO_CLOSE(ranks, ranks);
         open(&ranks, 3);
         ranks.rank[1].inside = die;
         ranks.rank[1].inside_user = &places[i];
@@ -280,7 +268,6 @@ Test(ranks_lockstep, a_rank_that_dies_ends_the_step_on_all)
         }
         cr_assert_eq(ranks.meeting.aborts, 3);
         cr_assert(ranks_have_stepped(&ranks, 0));
-        ranks_close(&ranks);
     }
 }
 
@@ -317,7 +304,7 @@ static rebatch_status vote_twice(const rebatch_microbatch *mb, void *user)
 static void break_rule(rebatch_status (*callback)(const rebatch_microbatch *, void *),
                        const char *sentence)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 2);
     ranks.rank[0].ops.forward_backward = callback;
     ranks.rank[1].ops.forward_backward =
@@ -326,7 +313,6 @@ static void break_rule(rebatch_status (*callback)(const rebatch_microbatch *, vo
     cr_assert_eq(ranks.rank[0].status, REBATCH_E_STATE, "%s", ranks.rank[0].error);
     cr_assert(strstr(ranks.rank[0].error, sentence), "%s", ranks.rank[0].error);
     assert_says(&ranks.rank[1], "rank 0 ended step 0: ");
-    ranks_close(&ranks);
 }
 
 Test(ranks_lockstep, a_callback_that_does_not_vote_as_it_should_ends_the_step_on_all)
@@ -340,14 +326,13 @@ Test(ranks_lockstep, a_callback_that_does_not_vote_as_it_should_ends_the_step_on
 
 Test(ranks_lockstep, ranks_with_other_batches_or_limits_are_told_both_values)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     open(&ranks, 2);
     ranks.rank[1].batch = 9;
     ranks_step(&ranks);
     assert_says(&ranks.rank[0], "the number of samples of a rank, which are in lockstep: 9 on one "
                                 "rank, 12 on another, and 12 here");
     assert_says(&ranks.rank[1], "12 on another, and 9 here");
-    ranks_close(&ranks);
 }
 
 static uint64_t cost(size_t first, size_t count, void *user)
@@ -358,21 +343,19 @@ static uint64_t cost(size_t first, size_t count, void *user)
 
 Test(ranks_lockstep, what_does_not_go_with_it_is_refused)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     rebatch *rb;
     rebatch_options o = REBATCH_OPTIONS_INIT;
     open(&ranks, 2);
     struct rank *const r = &ranks.rank[0];
     o.lockstep = REBATCH_ON;
-    cr_assert_eq(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "lockstep is on and group is NULL"));
+    FAILS(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID, "lockstep is on and group is NULL");
     const rebatch_group group = rank_group(r);
     o.group = &group;
     o.learn = REBATCH_ON;
-    cr_assert_eq(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID);
-    cr_assert(strstr(rebatch_last_error(), "lockstep and learn are both on"));
-    cr_assert_eq(rebatch_probe(r->rb, &r->ops, 12, r, NULL, NULL), REBATCH_E_UNSUPPORTED);
-    cr_assert(strstr(rebatch_last_error(), "lockstep is on"));
+    FAILS(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID, "lockstep and learn are both on");
+    FAILS(rebatch_probe(r->rb, &r->ops, 12, r, NULL, NULL), REBATCH_E_UNSUPPORTED,
+          "lockstep is on");
     rebatch_check_report found;
     cr_assert_eq(rebatch_check(r->rb, &r->ops, 12, r, NULL, &found), REBATCH_E_UNSUPPORTED);
     cr_assert_eq(ranks.meeting.votes, 0);
@@ -383,7 +366,6 @@ Test(ranks_lockstep, what_does_not_go_with_it_is_refused)
     assert_says(&ranks.rank[1], "rank 0 ended step 0: ops.cost is set");
     cr_assert_eq(rebatch_mutating_together(NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_mutating_together(r->rb), REBATCH_E_STATE);
-    ranks_close(&ranks);
 }
 
 static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
@@ -394,11 +376,10 @@ static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
 
 Test(ranks_lockstep, functions_outside_of_training_do_not_vote)
 {
-    struct ranks ranks;
+    AUTO_CLOSE(ranks, ranks);
     rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
     map.run = run_samples;
     open(&ranks, 2);
-    cr_assert_eq(rebatch_map(ranks.rank[1].rb, &map, 5, ranks.rank[1].rb, NULL), REBATCH_OK);
+    OK(rebatch_map(ranks.rank[1].rb, &map, 5, ranks.rank[1].rb, NULL));
     cr_assert_eq(ranks.meeting.arrived + ranks.meeting.votes, 0);
-    ranks_close(&ranks);
 }

@@ -1,9 +1,5 @@
 /* Owns the tests of what calls for several ranks refuse.
  * Must not know more of the library than its public headers say. */
-#include <string.h>
-
-#include <criterion/criterion.h>
-
 #include "rank_asserts.h"
 
 static rebatch_status all_reduce_nothing(uint64_t *words, size_t count, rebatch_reduction reduction,

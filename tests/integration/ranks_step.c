@@ -1,7 +1,5 @@
 /* Owns the tests of a step of several ranks that all live: what they sum, and what an OOM on some
  * of them changes. Must not know more of the library than its public headers say. */
-#include <string.h>
-
 #include "rank_asserts.h"
 
 static rebatch_options small_microbatches(void)

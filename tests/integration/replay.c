@@ -46,12 +46,11 @@ static struct run run(const char *arguments)
 
 static void expect_error(const char *arguments, int code, const char *error)
 {
-    struct run r = run(arguments);
+    AUTO_DONE(r) = run(arguments);
     cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
     cr_expect(r.out[0] == '\0', "'%s' prints\n%s", arguments, r.out);
     cr_expect(strstr(r.error, error), "'%s' complains\n%s\ninstead of\n%s", arguments, r.error,
               error);
-    done(&r);
 }
 
 /* What it prints with --json: numbers and nulls. */
@@ -140,9 +139,8 @@ Test(replay, the_hole_is_what_could_be_allocated_at_the_peak)
     for (size_t more = 0; more <= 512; more += 512) {
         (void)snprintf(text, sizeof text, "a 0 1024 0\na 1 %zu 0\n", hole + more);
         config_write("t", text);
-        struct run r = run("--capacity 2MiB t");
+        AUTO_DONE(r) = run("--capacity 2MiB t");
         cr_expect(r.code == (more == 0 ? 0 : 1), "%zu more than the hole: %s", more, r.error);
-        done(&r);
     }
     const struct object full = run_json("$T/tiny.trace");
     cr_expect(number(&full, "largest_hole_bytes") == 0);
@@ -243,7 +241,7 @@ static void check_smallest(const char *trace, size_t page_bytes)
     cr_expect((double)smallest >= number(&o, "peak_live_bytes"));
 
     (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest, page_bytes, trace);
-    struct run r = run(line);
+    AUTO_DONE(r) = run(line);
     cr_expect(r.code == 0, "'%s' must run: %s", line, r.error);
     done(&r);
     if (smallest == page_bytes)
@@ -253,7 +251,6 @@ static void check_smallest(const char *trace, size_t page_bytes)
     r = run(line);
     cr_expect(r.code == 1, "'%s' must not run", line);
     cr_expect(strstr(r.error, "the trace runs out of memory") != NULL, "%s", r.error);
-    done(&r);
 }
 
 Test(replay, smallest_is_the_smallest)
@@ -277,10 +274,9 @@ Test(replay, in_the_smallest_a_trace_runs_twice)
     const size_t smallest = (size_t)number(&o, "smallest_capacity_bytes");
     char line[PATH_MAX];
     (void)snprintf(line, sizeof line, "--capacity %zu --page 64KiB again", smallest - 65536);
-    struct run r = run(line);
+    AUTO_DONE(r) = run(line);
     cr_expect(r.code == 0, "%s", r.error);
     cr_expect(strstr(r.error, "runs once, but not again") != NULL, "%s", r.error);
-    done(&r);
 }
 
 Test(replay, smallest_within_a_given_capacity_and_headroom)
@@ -352,9 +348,8 @@ Test(replay, settings_of_the_device_and_the_pool_hold)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char line[PATH_MAX];
         (void)snprintf(line, sizeof line, "%s $T/tiny.trace", cases[i].arguments);
-        struct run r = run(line);
+        AUTO_DONE(r) = run(line);
         cr_expect(r.code == cases[i].code, "'%s' ends with %d: %s", line, r.code, r.error);
-        done(&r);
     }
     expect_error("--capacity 12XiB t", 2,
                  "replay: --capacity is '12XiB': expected a size of at least 1 byte such as "
@@ -396,21 +391,20 @@ Test(replay, in_a_fiftieth_more_than_the_peak_a_warm_pass_maps_nothing)
 
 Test(replay, out_of_memory_says_where_and_why)
 {
-    struct run r = run("--json --capacity 4MiB $T/tiny.trace");
+    AUTO_DONE(r) = run("--json --capacity 4MiB $T/tiny.trace");
     cr_expect(r.code == 1);
     cr_expect(r.out[0] == '\0', "there is no object of a trace that did not run: %s", r.out);
     cr_expect(strstr(r.error, "/tiny.trace:3: the trace runs out of memory, after 1 of 5 op"), "%s",
               r.error);
     cr_expect(strstr(r.error, "asked for 2.00 MiB") != NULL, "the pool's report follows: %s",
               r.error);
-    done(&r);
 }
 
 /* ---- the table ---- */
 
 Test(replay, the_table)
 {
-    struct run r = run("--smallest $T/tiny.trace none.trace $T/tiny.trace.gz");
+    AUTO_DONE(r) = run("--smallest $T/tiny.trace none.trace $T/tiny.trace.gz");
     cr_expect(r.code == 1, "one of them is not there");
     cr_expect(strcmp(r.error, "none.trace: No such file or directory\n") == 0, "%s", r.error);
     char *rest;
@@ -423,7 +417,6 @@ Test(replay, the_table)
                                         " 75.00 %",    " 0 B",      " 1.0000"};
     for (size_t i = 0; i < sizeof cells / sizeof *cells; i++)
         cr_expect(strstr(first, cells[i]) != NULL, "'%s' is not in %s", cells[i], first);
-    done(&r);
 }
 
 /* ---- mistakes ---- */
