@@ -6,21 +6,6 @@
 
 #include "step_common.h"
 
-static bool text_has(const char *part)
-{
-    return strstr(rebatch_last_error(), part) != NULL;
-}
-
-#define assert_text_has(part)                                                                      \
-    cr_assert(text_has(part), "\"%s\" is missing in: %s", part, rebatch_last_error())
-
-static rebatch_options without_growth(void)
-{
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.growth = REBATCH_OFF;
-    return options;
-}
-
 /* ---- once more ---- */
 
 Test(step_fallback, a_passing_fault_is_tried_once_more_at_the_same_size_then_it_halves)
@@ -86,17 +71,18 @@ Test(step_fallback, once_more_is_possible_again_in_the_next_step)
 
 Test(step_fallback, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
 {
-    for (int i = 0; i < 3; i++) {
-        rebatch_options options = without_growth();
-        if (i == 0)
-            options.pool.limit_bytes = MIB(6);
-        else if (i == 1)
-            options.pool.limit_permille = 94; /* of 64 MiB: a little more than 6 */
-        else
-            options.pool.headroom_bytes = MIB(58);
+    static const rebatch_pool_options limits[] = {
+        {.limit_bytes = MIB(6)},
+        {.limit_permille = 94}, /* of 64 MiB: a little more than 6 */
+        {.headroom_bytes = MIB(58)},
+    };
+    for (size_t i = 0; i < 3; i++) {
+        rebatch_options options = OPTIONS(.growth = REBATCH_OFF);
+        options.pool = limits[i];
+        options.pool.struct_size = sizeof options.pool;
         OPEN(rig, rig, MIB(64), &options);
         rig.script.sample_bytes = MIB(1);
-        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK, "case %d: %s", i, rebatch_last_error());
+        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK, "case %zu: %s", i, rebatch_last_error());
         cr_assert_eq(rebatch_get_micro(rig.rb, 16), 4);
         cr_assert_leq(rig_used_bytes(&rig), MIB(6) + KIB(64));
     }
@@ -218,8 +204,8 @@ Test(step_fallback, exhausted_names_what_failed_before_lightening_was_tried_in_v
     rig.script.lighten_levels = 2;
     script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     STEP(&rig, 1, REBATCH_E_EXHAUSTED, "z f0+1! l1!");
-    assert_text_has("forward_backward of 1 sample, before accumulating");
-    assert_text_has("4.00 MiB");
+    SAYS("forward_backward of 1 sample, before accumulating");
+    SAYS("4.00 MiB");
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig_event(&rig, REBATCH_EVENT_EXHAUSTED)->asked_bytes, MIB(4));
 }
@@ -233,12 +219,12 @@ Test(step_fallback, exhausted_says_what_was_needed_and_what_would_help)
     OK(rig_step(&rig, 2));
     rig.script.sample_bytes = MIB(5);
     cr_assert_eq(rig_step(&rig, 2), REBATCH_E_EXHAUSTED);
-    assert_text_has("step 1");
-    assert_text_has("forward_backward of 1 sample, before accumulating");
-    assert_text_has("5.00 MiB");
-    assert_text_has("3.00 MiB");
-    assert_text_has("free memory");
-    assert_text_has("limit");
+    SAYS("step 1");
+    SAYS("forward_backward of 1 sample, before accumulating");
+    SAYS("5.00 MiB");
+    SAYS("3.00 MiB");
+    SAYS("free memory");
+    SAYS("limit");
     const rebatch_oom_report *oom = &rig.report.oom;
     cr_assert_eq(oom->asked_bytes, MIB(5));
     cr_assert_eq(oom->device_total_bytes, MIB(3));
@@ -251,7 +237,7 @@ Test(step_fallback, exhausted_while_accumulating_says_the_same)
     OPEN(rig, rig, MIB(3), &OPTIONS(.growth = REBATCH_OFF));
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL)->times = 64;
     cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
-    assert_text_has("step 0: out of memory in forward_backward of 1 sample, while accumulating");
+    SAYS("step 0: out of memory in forward_backward of 1 sample, while accumulating");
 }
 
 Test(step_fallback, the_oom_report_names_who_holds_memory)
@@ -280,7 +266,7 @@ Test(step_fallback, max_attempts_bounds_what_runs_in_vain)
             SCRIPT_FOREVER;
         cr_assert_eq(rig_step(&rig, 128), REBATCH_E_EXHAUSTED);
         cr_assert_eq(rig.report.attempts, most);
-        assert_text_has("max_attempts");
+        SAYS("max_attempts");
     }
 }
 
@@ -325,5 +311,5 @@ Test(step_fallback, zero_grad_that_always_fails_is_exhausted)
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->times = SCRIPT_FOREVER;
     cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
     cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 0);
-    assert_text_has(rebatch_phase_text(REBATCH_PHASE_ZERO_GRAD));
+    SAYS(rebatch_phase_text(REBATCH_PHASE_ZERO_GRAD));
 }

@@ -3,25 +3,6 @@
  * Must not know more of the library than its public headers say. */
 #include "step_common.h"
 
-static rebatch_options multiple_of(size_t multiple, size_t start)
-{
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_multiple_of = multiple;
-    options.micro_start = start;
-    options.grow_after = 1;
-    return options;
-}
-
-static rebatch_options allowed(const size_t *sizes, size_t count)
-{
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    memcpy(options.micro_allowed, sizes, count * sizeof *sizes);
-    options.grow_after = 1;
-    return options;
-}
-#define ALLOWED(...)                                                                               \
-    allowed((const size_t[]){__VA_ARGS__}, sizeof((const size_t[]){__VA_ARGS__}) / sizeof(size_t))
-
 /* Lets every micro-batch of more than `most` samples fail. */
 static void build_wall(struct rig *rig, size_t most)
 {
@@ -131,24 +112,17 @@ static void refuse(const rebatch_options *options, const char *sentence)
 
 Test(step_limits, a_list_of_one_size_leaves_no_other)
 {
-    rebatch_options options = ALLOWED(12);
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
-    STEP(&rig, 30, REBATCH_OK, "z f0+12 f12+12 f24+6 u");
-    build_wall(&rig, 11);
-    STEP(&rig, 30, REBATCH_E_EXHAUSTED, "z f0+12!");
-    rig_close(&rig);
-
-    options.learn = REBATCH_ON; /* begins with the smallest that is allowed */
-    rig_open(&rig, MIB(64), &options);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
-    STEP(&rig, 30, REBATCH_OK, "z f0+12 f12+12 f24+6 u");
-    rig_close(&rig);
-
-    options.micro_start = 24;
-    options.learn = REBATCH_OFF;
-    refuse(&options, "micro_start is 24: expected a size of micro_allowed");
+    for (int learns = 0; learns < 2; learns++) { /* begins with the smallest that is allowed */
+        OPEN(rig, rig, MIB(64),
+             &OPTIONS(.micro_allowed = {12}, .grow_after = 1,
+                      .learn = learns ? REBATCH_ON : REBATCH_OFF));
+        cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
+        STEP(&rig, 30, REBATCH_OK, "z f0+12 f12+12 f24+6 u");
+        build_wall(&rig, 11);
+        STEP(&rig, 30, REBATCH_E_EXHAUSTED, "z f0+12!");
+    }
+    refuse(&OPTIONS(.micro_allowed = {12}, .micro_start = 24),
+           "micro_start is 24: expected a size of micro_allowed");
 }
 
 /* ---- all of it, by chance ---- */
@@ -262,91 +236,84 @@ Test(step_limits, a_multiple_or_a_list_above_the_batch_is_refused_at_once)
 
 Test(step_limits, limits_that_cannot_hold_together_are_refused)
 {
-    rebatch_options o = multiple_of(8, 0);
-    o.micro_largest = 7;
-    refuse(&o, "micro_multiple_of is 8: expected a multiple of it from micro_smallest, 1, to "
-               "micro_largest, 7");
-    o.micro_largest = 15;
-    o.micro_smallest = 9;
-    refuse(&o, "micro_multiple_of is 8: expected a multiple of it from micro_smallest, 9, to "
-               "micro_largest, 15");
-    o = multiple_of(8, 12);
-    refuse(&o, "micro_start is 12: expected a multiple of micro_multiple_of, 8");
-    o = ALLOWED(8, 16);
-    o.micro_start = 12;
-    refuse(&o, "micro_start is 12: expected a size of micro_allowed");
-    o.micro_start = 0;
-    o.micro_multiple_of = 3;
-    refuse(&o, "micro_allowed has no multiple of micro_multiple_of, 3, from micro_smallest, 1, on: "
-               "expected one");
-    o.micro_multiple_of = 0;
-    o.micro_smallest = 17;
-    refuse(&o, "micro_allowed has no multiple of micro_multiple_of, 1, from micro_smallest, 17, "
-               "on: expected one");
-    o = ALLOWED(8, 0, 16);
-    refuse(&o, "micro_allowed[2] is 16, after a 0 that ends the list");
-    o = (rebatch_options)REBATCH_OPTIONS_INIT;
-    o.max_ooms_in_row = 65537;
-    refuse(&o, "max_ooms_in_row is 65537: expected at most 65536");
-    o = (rebatch_options)REBATCH_OPTIONS_INIT;
-    o.micro_multiple_of = SIZE_MAX;
-    o.micro_smallest = 2;
-    o.micro_largest = SIZE_MAX - 1;
-    refuse(&o, "micro_multiple_of is 18446744073709551615: expected a multiple of it from "
-               "micro_smallest, 2, to micro_largest, 18446744073709551614");
+    refuse(&OPTIONS(.micro_multiple_of = 8, .micro_largest = 7),
+           "micro_multiple_of is 8: expected a multiple of it from micro_smallest, 1, to "
+           "micro_largest, 7");
+    refuse(&OPTIONS(.micro_multiple_of = 8, .micro_smallest = 9, .micro_largest = 15),
+           "micro_multiple_of is 8: expected a multiple of it from micro_smallest, 9, to "
+           "micro_largest, 15");
+    refuse(&OPTIONS(.micro_multiple_of = 8, .micro_start = 12),
+           "micro_start is 12: expected a multiple of micro_multiple_of, 8");
+    refuse(&OPTIONS(.micro_allowed = {8, 16}, .micro_start = 12),
+           "micro_start is 12: expected a size of micro_allowed");
+    refuse(&OPTIONS(.micro_allowed = {8, 16}, .micro_multiple_of = 3),
+           "micro_allowed has no multiple of micro_multiple_of, 3, from micro_smallest, 1, on: "
+           "expected one");
+    refuse(&OPTIONS(.micro_allowed = {8, 16}, .micro_smallest = 17),
+           "micro_allowed has no multiple of micro_multiple_of, 1, from micro_smallest, 17, on: "
+           "expected one");
+    refuse(&OPTIONS(.micro_allowed = {8, 0, 16}),
+           "micro_allowed[2] is 16, after a 0 that ends the list");
+    refuse(&OPTIONS(.max_ooms_in_row = 65537), "max_ooms_in_row is 65537: expected at most 65536");
+    refuse(
+        &OPTIONS(.micro_multiple_of = SIZE_MAX, .micro_smallest = 2, .micro_largest = SIZE_MAX - 1),
+        "micro_multiple_of is 18446744073709551615: expected a multiple of it from "
+        "micro_smallest, 2, to micro_largest, 18446744073709551614");
 }
 
 /* ---- the last micro-batch ---- */
 
-/* The cut of a batch whose micro-batches have at most `size` samples. */
-static void expect_cut(const rebatch_options *limits, size_t size, size_t batch, const char *trace)
+/* Cuts of a batch whose micro-batches have at most `largest` samples. */
+struct cut {
+    size_t smallest, multiple, allowed[2], largest, batch;
+    const char *trace;
+};
+
+static void expect_cuts(const struct cut *cuts, size_t count)
 {
-    rebatch_options options = *limits;
-    options.micro_largest = size;
-    options.growth = REBATCH_OFF;
-    OPEN(rig, rig, MIB(64), &options);
-    OK(rig_step(&rig, batch));
-    cr_expect_str_eq(script_trace(&rig.script), trace);
+    for (const struct cut *c = cuts; c < cuts + count; c++) {
+        OPEN(rig, rig, MIB(64),
+             &OPTIONS(.micro_smallest = c->smallest, .micro_multiple_of = c->multiple,
+                      .micro_allowed = {c->allowed[0], c->allowed[1]}, .micro_largest = c->largest,
+                      .growth = REBATCH_OFF));
+        STEP(&rig, c->batch, REBATCH_OK, c->trace);
+    }
 }
+#define EXPECT_CUTS(cuts) expect_cuts(cuts, sizeof(cuts) / sizeof *(cuts))
 
 Test(step_limits, a_rest_below_the_smallest_size_makes_all_micro_batches_smaller)
 {
-    rebatch_options limits = REBATCH_OPTIONS_INIT;
-    expect_cut(&limits, 16, 33, "z f0+16 f16+16 f32+1 u");
-    limits.micro_smallest = 2;
-    expect_cut(&limits, 16, 33, "z f0+11 f11+11 f22+11 u");
-    expect_cut(&limits, 16, 34, "z f0+16 f16+16 f32+2 u");
-    expect_cut(&limits, 2, 3, "z f0+2 f2+1 u"); /* no other cut exists */
-    expect_cut(&limits, 2, 1, "z f0+1 u");
-    limits.micro_smallest = 8;
-    expect_cut(&limits, 16, 35, "z f0+12 f12+12 f24+11 u");
-    limits.micro_multiple_of = 4;
-    expect_cut(&limits, 16, 36, "z f0+12 f12+12 f24+12 u");
-    expect_cut(&limits, 16, 33, "z f0+12 f12+12 f24+9 u"); /* 33 is no multiple of 4 */
+    static const struct cut cuts[] = {
+        {0, 0, {0}, 16, 33, "z f0+16 f16+16 f32+1 u"},
+        {2, 0, {0}, 16, 33, "z f0+11 f11+11 f22+11 u"},
+        {2, 0, {0}, 16, 34, "z f0+16 f16+16 f32+2 u"},
+        {2, 0, {0}, 2, 3, "z f0+2 f2+1 u"}, /* no other cut exists */
+        {2, 0, {0}, 2, 1, "z f0+1 u"},
+        {8, 0, {0}, 16, 35, "z f0+12 f12+12 f24+11 u"},
+        {8, 4, {0}, 16, 36, "z f0+12 f12+12 f24+12 u"},
+        {8, 4, {0}, 16, 33, "z f0+12 f12+12 f24+9 u"}, /* 33 is no multiple of 4 */
+    };
+    EXPECT_CUTS(cuts);
 }
 
 Test(step_limits, a_rest_that_is_not_in_the_list_makes_all_micro_batches_smaller)
 {
-    rebatch_options limits = REBATCH_OPTIONS_INIT;
-    limits.micro_allowed[0] = 33;
-    limits.micro_allowed[1] = 11;
-    expect_cut(&limits, 32, 33, "z f0+11 f11+11 f22+11 u");
-    limits.micro_allowed[0] = 16;
-    limits.micro_allowed[1] = 12;
-    expect_cut(&limits, 16, 36, "z f0+12 f12+12 f24+12 u");
-    expect_cut(&limits, 16, 33, "z f0+16 f16+16 f32+1 u"); /* no cut is of these sizes */
+    static const struct cut cuts[] = {
+        {0, 0, {33, 11}, 32, 33, "z f0+11 f11+11 f22+11 u"},
+        {0, 0, {16, 12}, 16, 36, "z f0+12 f12+12 f24+12 u"},
+        {0, 0, {16, 12}, 16, 33, "z f0+16 f16+16 f32+1 u"}, /* no cut is of these sizes */
+    };
+    EXPECT_CUTS(cuts);
 }
 
 /* Where one size does not do, the last samples are cut again. */
 Test(step_limits, a_rest_that_is_not_in_the_list_is_cut_into_sizes_of_it)
 {
-    rebatch_options limits = REBATCH_OPTIONS_INIT;
-    limits.micro_allowed[0] = 2;
-    limits.micro_allowed[1] = 7;
-    expect_cut(&limits, 7, 17, "z f0+7 f7+2 f9+2 f11+2 f13+2 f15+2 u");
-    limits.micro_allowed[0] = 4;
-    limits.micro_allowed[1] = 15;
-    expect_cut(&limits, 15, 39, "z f0+15 f15+4 f19+4 f23+4 f27+4 f31+4 f35+4 u");
+    static const struct cut cuts[] = {
+        {0, 0, {2, 7}, 7, 17, "z f0+7 f7+2 f9+2 f11+2 f13+2 f15+2 u"},
+        {0, 0, {4, 15}, 15, 39, "z f0+15 f15+4 f19+4 f23+4 f27+4 f31+4 f35+4 u"},
+    };
+    EXPECT_CUTS(cuts);
 }
 
 /* After an OOM what is left is cut anew. */
