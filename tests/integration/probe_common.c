@@ -200,8 +200,7 @@ static bool runs_whole_steps(const struct bed *bed, size_t capacity_bytes,
     rebatch_options o = options ? *options : (rebatch_options)REBATCH_OPTIONS_INIT;
     o.micro_start = o.micro_smallest = o.micro_largest = micro;
     o.on_oom = REBATCH_ON_OOM_STOP;
-    struct bed other;
-    bed_open(&other, capacity_bytes, &o);
+    OPEN(bed, other, capacity_bytes, &o);
     other.load = bed->load;
     other.load.rb = other.rb;
     bool fits = rebatch_step(other.rb, &other.ops, 1, &other.load, NULL) == REBATCH_OK;
@@ -210,7 +209,6 @@ static bool runs_whole_steps(const struct bed *bed, size_t capacity_bytes,
         fits = rebatch_step(other.rb, &other.ops, batch, &other.load, &report) == REBATCH_OK &&
                (i == 0 || report.ooms == 0);
     }
-    bed_close(&other);
     return fits;
 }
 

@@ -45,9 +45,8 @@ Test(ranks_fail, a_status_of_one_rank_ends_the_step_on_all_with_its_sentence)
         {RANK_ZERO, "rank 1 ended step 1: zero_grad returned 1009"},
         {RANK_FORWARD, "rank 1 ended step 1: forward_backward of samples 0-3 returned 1009"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        struct ranks ranks;
         enum rank_place place = rows[i].place;
-        open(&ranks, 3);
+        OPEN_WITH(open, ranks, ranks, 3);
         ranks_step(&ranks);
         ranks.rank[1].inside = fail_at;
         ranks.rank[1].inside_user = &place;
@@ -57,7 +56,6 @@ Test(ranks_fail, a_status_of_one_rank_ends_the_step_on_all_with_its_sentence)
         assert_ends(&ranks.rank[2], REBATCH_E_PEER, rows[i].sentence);
         cr_assert_eq(ranks.rank[1].abandons, 1);
         assert_goes_on(&ranks, 1);
-        ranks_close(&ranks);
     }
 }
 
@@ -71,16 +69,14 @@ static rebatch_status explain(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, a_callback_can_say_why)
 {
-    struct ranks ranks;
     char why[] = "ValueError: no label";
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks.rank[1].inside = explain;
     ranks.rank[1].inside_user = why;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 1 ended step 0: ValueError: no label");
     assert_ends(&ranks.rank[1], RANK_STATUS, "returned 1009: ValueError: no label");
     assert_goes_on(&ranks, 0);
-    ranks_close(&ranks);
 }
 
 static rebatch_status explain_twice(struct rank *r, enum rank_place place)
@@ -94,8 +90,7 @@ static rebatch_status explain_twice(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, the_last_sentence_of_a_callback_is_heard_alone)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks.rank[1].inside = explain_twice;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 1 ended step 0: no label!");
@@ -105,12 +100,11 @@ Test(ranks_fail, the_last_sentence_of_a_callback_is_heard_alone)
 
 Test(ranks_fail, a_sentence_that_is_too_long_ends_with_a_whole_character)
 {
-    AUTO_CLOSE(ranks, ranks);
     char why[300];
     memset(why, 'x', sizeof why);
     memcpy(why + 199, "\xc3\xa9", 2); /* e with an accent, across the limit of 200 bytes */
     why[299] = '\0';
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks.rank[0].inside = explain;
     ranks.rank[0].inside_user = why;
     ranks_step(&ranks);
@@ -121,9 +115,8 @@ Test(ranks_fail, a_sentence_that_is_too_long_ends_with_a_whole_character)
 
 Test(ranks_fail, where_several_fail_the_lowest_rank_is_heard_and_each_has_its_own_status)
 {
-    struct ranks ranks;
     char why[] = "that of rank 1", other[] = "that of rank 2";
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     ranks.rank[1].inside = ranks.rank[2].inside = explain;
     ranks.rank[1].inside_user = why;
     ranks.rank[2].inside_user = other;
@@ -132,7 +125,6 @@ Test(ranks_fail, where_several_fail_the_lowest_rank_is_heard_and_each_has_its_ow
     assert_ends(&ranks.rank[1], RANK_STATUS, "returned");
     assert_ends(&ranks.rank[2], RANK_STATUS, "returned");
     assert_goes_on(&ranks, 0);
-    ranks_close(&ranks);
 }
 
 static rebatch_status reduce_nothing(bool is_abandoned, void *user)
@@ -153,10 +145,9 @@ static rebatch_status save_nothing(rebatch_guard_point point, void *user)
 
 Test(ranks_fail, a_rank_that_fails_before_its_first_callback_takes_part_in_the_reduction)
 {
-    AUTO_CLOSE(ranks, ranks);
     bool fails = true;
     rebatch_guard_ops guard = {sizeof guard, save_nothing, save_nothing};
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     OK(rebatch_guard_with(ranks.rank[1].rb, &guard, &fails));
     ranks_step(&ranks);
     cr_assert_eq(ranks.rank[0].status, REBATCH_E_PEER);
@@ -169,9 +160,8 @@ Test(ranks_fail, a_rank_that_fails_before_its_first_callback_takes_part_in_the_r
 /* Rank 0 fails only because rank 1 has: its collective ends without that rank. */
 Test(ranks_fail, a_failure_within_reduce_is_heard_after_the_others)
 {
-    struct ranks ranks;
     enum rank_place reduce = RANK_REDUCE, forward = RANK_FORWARD;
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     for (uint32_t i = 0; i < 3; i++)
         ranks.rank[i].ops.reduce = reduce_nothing;
     ranks.rank[0].inside = ranks.rank[1].inside = fail_at;
@@ -182,7 +172,6 @@ Test(ranks_fail, a_failure_within_reduce_is_heard_after_the_others)
     assert_ends(&ranks.rank[2], REBATCH_E_PEER, "rank 1 ended step 0: forward_backward of");
     cr_assert_eq(ranks.rank[0].abandons, 0, "reduce had run");
     cr_assert_eq(ranks.rank[1].abandons, 1);
-    ranks_close(&ranks);
 }
 
 /* With every request from the n-th on, for every n before the update's. */
@@ -221,8 +210,7 @@ static rebatch_status take_memory(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, an_update_whose_memory_is_gone_ends_the_step_before_anybody_updates)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks.rank[0].ops.reduce = ranks.rank[1].ops.reduce = reduce_nothing;
     ranks_step(&ranks);
     ranks_step(&ranks);
@@ -243,8 +231,7 @@ static rebatch_status abandon(struct rank *r)
 
 Test(ranks_fail, a_rank_can_abandon_a_step_before_it)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     ranks.rank[2].act = abandon;
     ranks_step(&ranks);
     assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 2 ended step 0: its data cannot be read");
@@ -285,8 +272,7 @@ Test(ranks_fail, arguments_that_are_refused_on_one_rank_end_the_step_on_all)
     static const char *const sentences[] = {"batch is 0", "ops.reduce is NULL",
                                             "ops.reduce is NULL"};
     for (size_t i = 0; i < sizeof acts / sizeof *acts; i++) {
-        AUTO_CLOSE(ranks, ranks);
-        open(&ranks, 2);
+        OPEN_WITH(open, ranks, ranks, 2);
         ranks.rank[0].act = acts[i];
         ranks_step(&ranks);
         assert_ends(&ranks.rank[0], REBATCH_E_INVALID, sentences[i]);
@@ -297,8 +283,7 @@ Test(ranks_fail, arguments_that_are_refused_on_one_rank_end_the_step_on_all)
 
 Test(ranks_fail, ranks_that_disagree_are_told_both_values)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     OK(rebatch_set_step(ranks.rank[1].rb, 7));
     ranks_step(&ranks);
     for (uint32_t i = 0; i < 3; i++) {
@@ -327,8 +312,7 @@ static rebatch_status tear(struct rank *r, enum rank_place place)
 Test(ranks_fail, an_update_that_fails_on_one_rank_is_told_to_all_in_the_next_step)
 {
     for (int is_torn = 0; is_torn < 2; is_torn++) {
-        AUTO_CLOSE(ranks, ranks);
-        open(&ranks, 2);
+        OPEN_WITH(open, ranks, ranks, 2);
         ranks.rank[1].inside = tear;
         ranks.rank[1].inside_user = is_torn ? &ranks : NULL;
         ranks_step(&ranks);
@@ -389,8 +373,7 @@ static rebatch_status leave(struct rank *r, enum rank_place place)
 
 Test(ranks_fail, a_connection_that_is_lost_within_a_step_undoes_it)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks_step(&ranks);
     ranks.rank[1].inside = leave;
     ranks_step(&ranks);

@@ -29,8 +29,7 @@ static void assert_says(const struct rank *r, const char *sentence)
 
 Test(ranks_lockstep, each_micro_batch_has_one_vote_and_a_step_four_more)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3); /* 12 samples on each: 4 + 4 + 4 */
+    OPEN_WITH(open, ranks, ranks, 3); /* 12 samples on each: 4 + 4 + 4 */
     for (int step = 0; step < 5; step++)
         ranks_step(&ranks);
     assert_all(&ranks, REBATCH_OK);
@@ -161,16 +160,14 @@ static void fail_every_request(struct ranks *ranks, uint32_t only, bool is_of_al
 Test(ranks_lockstep, an_oom_at_any_request_of_one_rank_is_undone_on_all)
 {
     for (uint32_t only = 0; only < 3; only++) {
-        AUTO_CLOSE(ranks, ranks);
-        open(&ranks, 3);
+        OPEN_WITH(open, ranks, ranks, 3);
         fail_every_request(&ranks, only, false);
     }
 }
 
 Test(ranks_lockstep, an_oom_at_any_request_of_all_ranks_changes_no_result)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     fail_every_request(&ranks, 0, true);
 }
 
@@ -185,8 +182,7 @@ Test(ranks_lockstep, a_status_of_one_rank_ends_the_step_on_all_with_its_sentence
 {
     static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_ACCUMULATED};
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-        struct ranks ranks;
-        open(&ranks, 3);
+        OPEN_WITH(open, ranks, ranks, 3);
         ranks.rank[1].inside = fail;
         ranks.rank[1].inside_user = &places[i];
         ranks_step(&ranks);
@@ -197,14 +193,12 @@ Test(ranks_lockstep, a_status_of_one_rank_ends_the_step_on_all_with_its_sentence
         ranks_step(&ranks);
         assert_all(&ranks, REBATCH_OK);
         cr_assert(ranks_have_stepped(&ranks, 1));
-        ranks_close(&ranks);
     }
 }
 
 Test(ranks_lockstep, memory_that_stays_away_on_one_rank_ends_the_step_on_all)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     for (uint64_t nth = 2; nth < 12; nth++) {
         ranks.rank[2].fail_request = nth;
         ranks.rank[2].fails_for_ever = true;
@@ -256,8 +250,7 @@ Test(ranks_lockstep, a_rank_that_dies_ends_the_step_on_all)
 {
     static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_ACCUMULATED};
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-        AUTO_CLOSE(ranks, ranks);
-        open(&ranks, 3);
+        OPEN_WITH(open, ranks, ranks, 3);
         ranks.rank[1].inside = die;
         ranks.rank[1].inside_user = &places[i];
         for (int step = 0; step < 2; step++) {
@@ -304,8 +297,7 @@ static rebatch_status vote_twice(const rebatch_microbatch *mb, void *user)
 static void break_rule(rebatch_status (*callback)(const rebatch_microbatch *, void *),
                        const char *sentence)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks.rank[0].ops.forward_backward = callback;
     ranks.rank[1].ops.forward_backward =
         callback == declare_alone ? vote_twice : callback; /* which rank 1 does not */
@@ -326,8 +318,7 @@ Test(ranks_lockstep, a_callback_that_does_not_vote_as_it_should_ends_the_step_on
 
 Test(ranks_lockstep, ranks_with_other_batches_or_limits_are_told_both_values)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     ranks.rank[1].batch = 9;
     ranks_step(&ranks);
     assert_says(&ranks.rank[0], "the number of samples of a rank, which are in lockstep: 9 on one "
@@ -343,10 +334,9 @@ static uint64_t cost(size_t first, size_t count, void *user)
 
 Test(ranks_lockstep, what_does_not_go_with_it_is_refused)
 {
-    AUTO_CLOSE(ranks, ranks);
     rebatch *rb;
     rebatch_options o = REBATCH_OPTIONS_INIT;
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     struct rank *const r = &ranks.rank[0];
     o.lockstep = REBATCH_ON;
     FAILS(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID, "lockstep is on and group is NULL");
@@ -376,10 +366,9 @@ static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
 
 Test(ranks_lockstep, functions_outside_of_training_do_not_vote)
 {
-    AUTO_CLOSE(ranks, ranks);
     rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
     map.run = run_samples;
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     OK(rebatch_map(ranks.rank[1].rb, &map, 5, ranks.rank[1].rb, NULL));
     cr_assert_eq(ranks.meeting.arrived + ranks.meeting.votes, 0);
 }

@@ -19,8 +19,7 @@ static void open(struct ranks *ranks, uint32_t size)
 Test(ranks_step, the_effective_batch_is_the_samples_of_all_ranks)
 {
     for (uint32_t size = 1; size <= 4; size++) {
-        AUTO_CLOSE(ranks, ranks);
-        open(&ranks, size);
+        OPEN_WITH(open, ranks, ranks, size);
         for (uint64_t step = 0; step < 3; step++) {
             ranks_step(&ranks);
             assert_all(&ranks, REBATCH_OK);
@@ -31,8 +30,7 @@ Test(ranks_step, the_effective_batch_is_the_samples_of_all_ranks)
 
 Test(ranks_step, a_step_that_succeeds_votes_twice_and_reduces_once)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     for (int step = 0; step < 5; step++)
         ranks_step(&ranks);
     cr_assert_eq(ranks.meeting.votes, 10);
@@ -64,23 +62,20 @@ static uint64_t fail_every_request(struct ranks *ranks, uint32_t only, bool is_o
 Test(ranks_step, an_oom_at_any_request_of_one_rank_is_its_own_matter)
 {
     for (uint32_t only = 0; only < 3; only++) {
-        AUTO_CLOSE(ranks, ranks);
-        open(&ranks, 3);
+        OPEN_WITH(open, ranks, ranks, 3);
         cr_assert_gt(fail_every_request(&ranks, only, false), 6);
     }
 }
 
 Test(ranks_step, an_oom_at_any_request_of_all_ranks_changes_no_result)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 3);
+    OPEN_WITH(open, ranks, ranks, 3);
     cr_assert_gt(fail_every_request(&ranks, 0, true), 6);
 }
 
 Test(ranks_step, an_oom_in_reduce_before_its_first_collective_runs_reduce_again)
 {
-    AUTO_CLOSE(ranks, ranks);
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     for (uint64_t nth = 1; ranks.rank[1].report.ooms_in[REBATCH_PHASE_REDUCE] == 0; nth++) {
         ranks.rank[1].fail_request = nth;
         ranks_step(&ranks);
@@ -154,10 +149,9 @@ static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
 
 Test(ranks_step, functions_outside_of_training_do_not_vote)
 {
-    AUTO_CLOSE(ranks, ranks);
     uint64_t calls = 0;
     const rebatch_map_ops map = {.struct_size = sizeof map, .run = run_samples};
-    open(&ranks, 2);
+    OPEN_WITH(open, ranks, ranks, 2);
     OK(rebatch_map(ranks.rank[1].rb, &map, 5, &calls, NULL));
     cr_assert_gt(calls, 0);
     ranks.rank[0].batch = 4;

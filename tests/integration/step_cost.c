@@ -3,17 +3,12 @@
  * Must not know more of the library than its public headers say. */
 #include "step_common.h"
 
-/* Samples of lengths 1 each, but for some. */
-static void fill(size_t *lengths, size_t length)
-{
-    for (size_t i = 0; i < SCRIPT_SAMPLES; i++)
-        lengths[i] = length;
-}
-
-/* A rig whose samples need 64 KiB a unit of length. */
+/* A rig whose samples need 64 KiB a unit of length: `length` each, unless that is 0. */
 static void open_long(struct rig *rig, size_t capacity_bytes, const rebatch_options *options,
-                      const size_t *lengths)
+                      size_t *lengths, size_t length)
 {
+    for (size_t i = 0; i < SCRIPT_SAMPLES && length; i++)
+        lengths[i] = length;
     rig_open(rig, capacity_bytes, options);
     rig->script.sample_bytes = KIB(64);
     rig->script.lengths = lengths;
@@ -65,14 +60,13 @@ Test(step_cost, each_microbatch_stays_within_the_budget_and_the_limits)
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         size_t lengths[SCRIPT_SAMPLES];
-        fill(lengths, cases[i].length);
-        for (size_t k = 0; k < 2; k++)
-            if (cases[i].lengths[k])
-                lengths[cases[i].at[k]] = cases[i].lengths[k];
         OPEN_WITH(open_long, rig, rig, MIB(64),
                   &OPTIONS(.micro_start = cases[i].start, .micro_largest = cases[i].largest,
                            .micro_multiple_of = cases[i].multiple, .growth = REBATCH_OFF),
-                  lengths);
+                  lengths, cases[i].length);
+        for (size_t k = 0; k < 2; k++)
+            if (cases[i].lengths[k])
+                lengths[cases[i].at[k]] = cases[i].lengths[k];
         OK(rig_step(&rig, cases[i].batch));
         cr_assert_str_eq(script_trace(&rig.script), cases[i].trace, "%s: %s", cases[i].what,
                          script_trace(&rig.script));
@@ -96,8 +90,7 @@ static uint64_t count_calls(size_t first, size_t count, void *user)
 Test(step_cost, the_cost_is_asked_for_little)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    fill(lengths, 1);
-    OPEN_WITH(open_long, rig, rig, MIB(64), &OPTIONS(.micro_start = 10), lengths);
+    OPEN_WITH(open_long, rig, rig, MIB(64), &OPTIONS(.micro_start = 10), lengths, 1);
     rig.cost = count_calls;
     OK(rig_step(&rig, 500));
     cr_assert_eq(rig.report.microbatches, 50);
@@ -110,9 +103,8 @@ Test(step_cost, the_cost_is_asked_for_little)
 Test(step_cost, an_oom_halves_the_cost_and_long_samples_leave_the_others_alone)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    fill(lengths, 1);
+    OPEN_WITH(open_long, rig, rig, MIB(2), NULL, lengths, 1); /* 32 units */
     lengths[10] = 16;
-    OPEN_WITH(open_long, rig, rig, MIB(2), NULL, lengths); /* 32 units */
     OK(rig_step(&rig, 64));
     /* 64 x 16 = 1024, halved to 32; with sample 10 in it, 2 x 16 */
     cr_assert_eq(rig.report.cost_after, 32);
@@ -124,9 +116,8 @@ Test(step_cost, an_oom_halves_the_cost_and_long_samples_leave_the_others_alone)
 Test(step_cost, a_long_sample_that_does_not_fit_alone_does_not_shrink_the_budget)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    fill(lengths, 1);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 16), lengths, 1);
     lengths[20] = 100;
-    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 16), lengths);
     cr_assert_eq(rig_step(&rig, 64), REBATCH_E_EXHAUSTED);
     cr_assert_eq(rig.report.cost_after, 16);
     lengths[20] = 1;
@@ -137,8 +128,7 @@ Test(step_cost, events_and_report_say_the_cost)
 {
     size_t lengths[SCRIPT_SAMPLES];
     char text[512];
-    fill(lengths, 4);
-    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 16), lengths);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 16), lengths, 4);
     OK(rig_step(&rig, 32));
     const rebatch_event *event = rig_event(&rig, REBATCH_EVENT_SHRINK);
     cr_assert_not_null(event);
@@ -159,10 +149,9 @@ Test(step_cost, events_and_report_say_the_cost)
 Test(step_cost, admission_refuses_a_cost_that_is_known_not_to_fit)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    fill(lengths, 1);
-    lengths[40] = 8;
     OPEN_WITH(open_long, rig, rig, MIB(2),
-              &OPTIONS(.micro_start = 32, .on_oom = REBATCH_ON_OOM_FIT), lengths);
+              &OPTIONS(.micro_start = 32, .on_oom = REBATCH_ON_OOM_FIT), lengths, 1);
+    lengths[40] = 8;
     OK(rig_step(&rig, 64));
     rig_set_capacity(&rig, MIB(1)); /* 16 units */
     OK(rig_step(&rig, 64));
@@ -175,9 +164,8 @@ Test(step_cost, admission_refuses_a_cost_that_is_known_not_to_fit)
 Test(step_cost, growth_goes_by_cost)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    AUTO_CLOSE(rig, rig);
-    fill(lengths, 2);
-    open_long(&rig, MIB(2), &OPTIONS(.micro_start = 2, .grow_after = 1), lengths); /* 32 units */
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 2, .grow_after = 1), lengths,
+              2); /* 32 units */
     size_t budget = 4;
     for (int i = 0; i < 12; i++) {
         OK(rig_step(&rig, 64));
@@ -191,9 +179,8 @@ Test(step_cost, growth_goes_by_cost)
 Test(step_cost, a_failed_growth_returns_to_the_budget_before_it)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    fill(lengths, 2);
-    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 10, .grow_after = 1),
-              lengths); /* 32 units */
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 10, .grow_after = 1), lengths,
+              2); /* 32 units */
     OK(rig_step(&rig, 64));
     cr_assert_eq(rig.report.cost_before, 20);
     cr_assert_eq(rig.report.cost_after, 32);
@@ -206,8 +193,7 @@ Test(step_cost, a_failed_growth_returns_to_the_budget_before_it)
 Test(step_cost, a_budget_that_cuts_nothing_does_not_grow)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    fill(lengths, 1);
-    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 8, .grow_after = 1), lengths);
+    OPEN_WITH(open_long, rig, rig, MIB(2), &OPTIONS(.micro_start = 8, .grow_after = 1), lengths, 1);
     OK(rig_step(&rig, 16));
     const uint64_t budget = rig.report.cost_after;
     cr_assert_eq(budget, 16);
@@ -219,10 +205,8 @@ Test(step_cost, a_budget_that_cuts_nothing_does_not_grow)
 Test(step_cost, steps_with_and_without_cost_keep_their_own_sizes)
 {
     size_t lengths[SCRIPT_SAMPLES];
-    AUTO_CLOSE(rig, rig);
-    fill(lengths, 4);
-    open_long(&rig, MIB(1), &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF),
-              lengths); /* 16 units */
+    OPEN_WITH(open_long, rig, rig, MIB(1), &OPTIONS(.micro_start = 8, .growth = REBATCH_OFF),
+              lengths, 4); /* 16 units */
     for (int i = 0; i < 3; i++) {
         rig.script.lengths = lengths;
         OK(rig_step(&rig, 16));
@@ -242,12 +226,11 @@ Test(step_cost, a_probe_finds_a_budget)
     uint64_t random = 21;
     for (size_t i = 0; i < SCRIPT_SAMPLES; i++)
         lengths[i] = 1 + below(&random, 7);
-    AUTO_CLOSE(rig, rig);
     rebatch_probe_report report;
     rebatch_step_ops ops = script_ops();
     ops.lighten = NULL;
     ops.cost = script_cost;
-    open_long(&rig, MIB(4), NULL, lengths); /* 64 units */
+    OPEN_WITH(open_long, rig, rig, MIB(4), NULL, lengths, 0); /* 64 units */
     rig.script.batch = 128;
     rig.script.is_probed = true;
     OK(rebatch_probe(rig.rb, &ops, 128, &rig.script, NULL, &report));
@@ -295,7 +278,7 @@ static void run_sessions(uint64_t seed)
     unsigned grown = 0;
     for (unsigned session = 0; session < 60; session++) {
         const rebatch_options options = random_options(&random);
-        OPEN_WITH(open_long, rig, rig, MIB(16), &options, lengths);
+        OPEN_WITH(open_long, rig, rig, MIB(16), &options, lengths, 0);
         rig.script.late_bytes = below(&random, 2) ? below(&random, KIB(512)) : 0;
         rig.script.reserves = below(&random, 2);
         for (int step = 0; step < 50; step++) {
@@ -343,7 +326,7 @@ Test(step_cost, a_wrong_cost_never_gives_a_wrong_result)
     uint64_t random = 24;
     for (int session = 0; session < 40; session++) {
         const rebatch_options options = random_options(&random);
-        OPEN_WITH(open_long, rig, rig, MIB(16), &options, lengths);
+        OPEN_WITH(open_long, rig, rig, MIB(16), &options, lengths, 0);
         rig.cost = nonsense;
         for (int step = 0; step < 30; step++) {
             random_lengths(lengths, &random);

@@ -116,9 +116,8 @@ Test(step_map, the_size_is_kept_and_grows_again)
 
 Test(step_map, it_grows_after_grow_after_calls_without_an_oom)
 {
-    AUTO_CLOSE(evaluation, e);
     const rebatch_map_ops ops = evaluation_ops();
-    evaluation_open(&e, MIB(16), KIB(100)); /* grow_after is 4 */
+    OPEN(evaluation, e, MIB(16), KIB(100)); /* grow_after is 4 */
     e.ooms = 1;
     OK(rebatch_map(e.rb, &ops, 64, &e, NULL));
     cr_assert_eq(e.calls, 3);
@@ -141,9 +140,8 @@ static size_t size_of_first_call(struct evaluation *e, const rebatch_map_ops *op
 Test(step_map, each_key_has_a_size_of_its_own)
 {
     static const char large, small;
-    AUTO_CLOSE(evaluation, e);
     rebatch_map_ops ops = evaluation_ops();
-    evaluation_open(&e, MIB(4), KIB(400)); /* 9 samples at once */
+    OPEN(evaluation, e, MIB(4), KIB(400)); /* 9 samples at once */
     ops.key = &large;
     const size_t held = size_of_first_call(&e, &ops);
     cr_assert_leq(held, 9);

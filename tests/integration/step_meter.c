@@ -234,7 +234,7 @@ Test(step_meter, learning_finds_a_size_that_holds_with_few_ooms)
         {"by what is reserved",
          {.capacity = MIB(64), .piece_bytes = MIB(1)},
          {16, 0, 1, 31, 31, 4, 0}},
-        /* Each stride is made after a whole step, so that an OOM leads back to a size that holds. */
+        /* Each stride comes after a whole step, so an OOM leads back to a size that holds. */
         {"beyond what is reserved until one OOM",
          {.capacity = MIB(64), .piece_bytes = MIB(1), .overstates = true},
          {30, 1, 1, 30, 31, 0, 0}},

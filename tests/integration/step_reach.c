@@ -197,8 +197,7 @@ INSIDE(fail_and_leave_last_error)
 
 Test(step_reach, no_stale_error_is_left_behind_by_an_oom)
 {
-    AUTO_CLOSE(rig, rig);
-    rig_open(&rig, MIB(64), NULL); /* nothing is cached, so the first rung is to halve */
+    OPEN(rig, rig, MIB(64), NULL); /* nothing is cached, so the first rung is to halve */
     rebatch_status left = REBATCH_OOM;
     script_inside(&rig.script, fail_and_leave_last_error, &left);
     STEP(&rig, 8, REBATCH_OK, "z f0+8! f0+4~1 f4+4~1 u");
@@ -292,10 +291,10 @@ INSIDE(step_within)
     struct rig *rig = s->inside_user;
     rebatch_step_report report;
     rebatch_clear_error();
-    cr_assert_eq(rebatch_step(s->rb, &rig->ops, 4, s, &report), REBATCH_E_STATE);
     FAILS_WITH(
-        report.status, REBATCH_E_STATE,
+        rebatch_step(s->rb, &rig->ops, 4, s, &report), REBATCH_E_STATE,
         "rebatch_step() was called from within a callback, or while another thread is in a step");
+    cr_assert_eq(report.status, REBATCH_E_STATE);
     static int state;
     cr_assert_eq(rebatch_guard(s->rb, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_STATE);
     return REBATCH_OK;

@@ -194,8 +194,7 @@ static void run_at_level(rebatch_log_level level, struct count *count)
 {
     rebatch_device *device;
     rebatch *rb;
-    AUTO_CLOSE(rig, rig);
-    rig_open(&rig, MIB(64), NULL); /* lends its script */
+    OPEN(rig, rig, MIB(64), NULL); /* lends its script */
     device = rig.device;
     OK(rebatch_open(&rb, device,
                     &OPTIONS(.log_level = level, .on_event = count_level, .on_event_user = count,
