@@ -34,10 +34,10 @@ static void find_helper(struct rbi_check *c)
 static rebatch_status run_all(struct rbi_check *c, size_t batch)
 {
     bool is_there = false;
-    rebatch_status status = rbi_first_run(c, batch, &is_there);
+    rebatch_status status = rbi_reference_run(c, batch, &is_there);
     if (status || !is_there)
         return status;
-    status = rbi_first_again(c);
+    status = rbi_reference_run_again(c);
     if (!status)
         status = rbi_fill_run(c);
     if (!status)

@@ -183,7 +183,7 @@ void rbi_values_close(struct rbi_values *values);
 rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items);
 rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items);
 
-/* ---- blocks that are older than the step (older.c) ---- */
+/* ---- blocks that are older than the step (older_blocks.c) ---- */
 
 struct rbi_old_block {
     const char *address;
@@ -377,9 +377,9 @@ void rbi_trend_release(struct rbi_trend *trend);
 
 /* ---- the parts of a check ---- */
 
-/* The first runs (first.c): *is_there stays false where there is none to compare with. */
-rebatch_status rbi_first_run(struct rbi_check *c, size_t batch, bool *is_there);
-rebatch_status rbi_first_again(struct rbi_check *c);
+/* The first runs (reference_runs.c): *is_there stays false where there is none to compare with. */
+rebatch_status rbi_reference_run(struct rbi_check *c, size_t batch, bool *is_there);
+rebatch_status rbi_reference_run_again(struct rbi_check *c);
 /* Freed and new memory (fill.c). Fills with 0 from the beginning on. */
 void rbi_fill_set(struct rbi_check *c, uint8_t freed, uint8_t allocated);
 /* New blocks are padded: rbi_stale_find_overrun(). */

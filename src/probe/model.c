@@ -83,7 +83,7 @@ rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_traces *tr
     *out = (struct rbi_model){.slots = 0};
     fit_sums(out, traces);
     const rebatch_status status =
-        traces->count == 1 ? make_scaled(out, traces->whole[0]) : rbi_model_align(out, traces);
+        traces->count == 1 ? make_scaled(out, traces->whole[0]) : rbi_model_build(out, traces);
     if (status) {
         rbi_model_release(out);
     } else if (is_refuted(out, traces)) {

@@ -108,7 +108,7 @@ size_t rbi_turns_at(const struct rbi_turns *turns, size_t count);
 bool rbi_turns_explain(struct rbi_turns *out, size_t step, const struct rbi_point *points,
                        size_t count);
 
-/* ---- what another size would do (align.c, model.c) ---- */
+/* ---- what another size would do (trace_alignment.c, model_build.c, model.c) ---- */
 
 /* What a reserve asks for where that was reckoned from what is to come: all that is allocated till
  * the next one, as asked for, or each in whole units. */
@@ -181,7 +181,7 @@ struct rbi_traces {
 rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_traces *traces);
 /* Brings the traces into the form of the largest whole one and fills in what has_events is about.
  * REBATCH_OK also when there is no common form. */
-rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *traces);
+rebatch_status rbi_model_build(struct rbi_model *out, const struct rbi_traces *traces);
 /* What one micro-batch does and the next does not: a buffer made at first use, which then stays. */
 bool rbi_trace_is_one_off(const struct rbi_trace *trace, const struct rbi_trace_event *event);
 void rbi_model_release(struct rbi_model *model);
@@ -234,7 +234,7 @@ struct rbi_setting {
     bool has_stepped; /* there were steps before the probe, which have made what is made once */
 };
 
-/* ---- memory that is not there yet (pieces.c) ---- */
+/* ---- memory that is not there yet (reserve_blocks.c) ---- */
 
 /* The pieces that `bytes` will be taken in: like the blocks that live now.
  *  @return REBATCH_OK; REBATCH_OOM when there is less, REBATCH_E_HOST_OOM, or what the device says:
@@ -374,7 +374,7 @@ rebatch_status rbi_search_prepare(struct rbi_search *search, size_t count);
 /* The next size, or 0 when the largest that ran is the answer. */
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
 
-/* ---- how certain that is (weigh.c) ---- */
+/* ---- how certain that is (confidence.c) ---- */
 
 /* Where more than one model explains what was seen, the size that is to be tried in place of the
  * one predicted, 0 for none.

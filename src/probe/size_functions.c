@@ -1,6 +1,6 @@
 /* Owns what is known of the sizes and the turns in a form, and which functions they follow.
  * Must not know how the form was found. */
-#include "probe/form.h"
+#include "probe/trace_alignment.h"
 
 struct rbi_form_loop *rbi_form_loop_at(const struct rbi_form *form, size_t first)
 {

@@ -1,6 +1,6 @@
 /* Owns the model that a form makes: every call with its size function.
  * Must not know how the form was found. */
-#include "probe/form.h"
+#include "probe/trace_alignment.h"
 
 /* The allocation that a free takes back; the last of a list that is filled in turns. */
 static size_t source_of(const struct rbi_form *form, size_t event)
@@ -224,7 +224,7 @@ static bool is_ragged(const struct rbi_form *form, const struct rbi_form_loop *l
 }
 
 /* False when no size function explains what is done in turns. */
-static bool emit(struct rbi_model *model, struct rbi_form *form)
+static bool build(struct rbi_model *model, struct rbi_form *form)
 {
     find_units(form);
     find_tile(form);
@@ -256,7 +256,7 @@ static bool emit(struct rbi_model *model, struct rbi_form *form)
     return true;
 }
 
-rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *traces)
+rebatch_status rbi_model_build(struct rbi_model *out, const struct rbi_traces *traces)
 {
     struct rbi_form form = {.tile = 0};
     const bool is_open = rbi_form_open(&form, traces);
@@ -269,7 +269,7 @@ rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *t
     const bool has_memory = is_open && out->events && out->loops && out->kept && out->first;
     if (has_memory) {
         out->slots = form.base->blocks;
-        out->has_events = rbi_form_align(&form) && emit(out, &form);
+        out->has_events = rbi_form_align(&form) && build(out, &form);
     }
     rbi_form_close(&form);
     return has_memory ? REBATCH_OK

@@ -1,6 +1,6 @@
 /* The common form of traces: which call of one is which of another, and what is done in turns. */
-#ifndef RBI_PROBE_FORM_H
-#define RBI_PROBE_FORM_H
+#ifndef RBI_PROBE_TRACE_ALIGNMENT_H
+#define RBI_PROBE_TRACE_ALIGNMENT_H
 
 #include "probe/probe.h"
 
@@ -49,7 +49,7 @@ static inline size_t *rbi_form_bytes(const struct rbi_form *form, size_t event, 
     return &form->bytes[event * RBI_POINTS_MOST + trace];
 }
 
-/* ---- align.c ---- */
+/* ---- trace_alignment.c ---- */
 
 /* False when the host's memory does not suffice; close it in any case. */
 bool rbi_form_open(struct rbi_form *form, const struct rbi_traces *traces);

@@ -227,7 +227,7 @@ static rebatch_status run_reference(struct rbi_check *c, uint64_t left_out, bool
     return status ? rbi_check_fail(c, "when it ran a second time", status) : undone;
 }
 
-rebatch_status rbi_first_run(struct rbi_check *c, size_t batch, bool *is_there)
+rebatch_status rbi_reference_run(struct rbi_check *c, size_t batch, bool *is_there)
 {
     uint64_t left_out = 0;
     rebatch_status status = rbi_older_note(&c->blocks);
@@ -257,7 +257,7 @@ static void settle_all(struct rbi_check *c)
         c->items.list[i].is_settled = true;
 }
 
-rebatch_status rbi_first_again(struct rbi_check *c)
+rebatch_status rbi_reference_run_again(struct rbi_check *c)
 {
     size_t ran;
     struct rbi_comparison what = {REBATCH_FINDING_NOT_REPEATABLE,

@@ -1,6 +1,6 @@
 /* Owns the look for the common form of traces: which call of one is which of another, and what is
  * done in turns, more of them for more samples. Must not know what the sizes come to. */
-#include "probe/form.h"
+#include "probe/trace_alignment.h"
 
 #include <string.h>
 
