@@ -1,17 +1,98 @@
-/* Owns which size a search runs next.
+/* Owns what a search knows of sizes, and which size it runs next.
  * Must not know how a trial runs. */
 #include "probe/probe.h"
 
-static rebatch_status predict(size_t *out, struct rbi_search *s)
+/* ---- the model of what was seen ---- */
+
+struct rbi_trace *rbi_search_latest(struct rbi_search *s)
 {
-    *out = 0;
-    rbi_assert(s->fits < s->fails);
-    rebatch_status status = rbi_search_model(s);
-    if (!status)
-        status = rbi_forecast_largest(out, &s->model, &s->setting, s->fits + 1,
-                                      rbi_min(s->most, s->fails - 1), s->batch);
+    for (size_t i = 0; i < s->whole_count; i++)
+        if (s->whole[i].count == s->latest)
+            return &s->whole[i];
+    return NULL;
+}
+
+rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *s)
+{
+    struct rbi_traces traces = {
+        .count = s->whole_count, .latest = rbi_search_latest(s), .cut = &s->cut};
+    rbi_assert(traces.count > 0 && traces.latest);
+    for (size_t i = 0; i < s->whole_count; i++)
+        traces.whole[i] = &s->whole[i];
+    const rebatch_status status = rbi_model_make(out, &traces);
+    out->pool = s->setting.pool;
     return status;
 }
+
+rebatch_status rbi_search_model(struct rbi_search *s)
+{
+    if (s->is_model_made)
+        return REBATCH_OK;
+    rbi_model_release(&s->model);
+    const rebatch_status status = rbi_search_make(&s->model, s);
+    s->setting.first =
+        s->whole_count && s->whole[0].count == s->least && s->is_first_kept ? &s->whole[0] : NULL;
+    s->is_model_made = status == REBATCH_OK;
+    s->setting.least = s->least;
+    s->setting.runs_left = s->max_trials - rbi_min(s->max_trials, s->report.microbatches);
+    return status;
+}
+
+rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *s,
+                                   const struct rbi_plan *plan)
+{
+    *out = (struct rbi_forecast){.fits = true, .is_admitted = true};
+    if (s->whole_count < 2)
+        return REBATCH_OK;
+    const rebatch_status status = rbi_search_model(s);
+    return status ? status : rbi_forecast_run(out, &s->model, &s->setting, plan);
+}
+
+/* The largest size of at most `most` that is above what ran and fits by the model; 0: none. */
+static rebatch_status predict(size_t *out, struct rbi_search *s, size_t most)
+{
+    *out = 0;
+    const rebatch_status status = rbi_search_model(s);
+    if (status)
+        return status;
+    return rbi_forecast_largest(out, &s->model, &s->setting, s->fits + 1, most, s->batch);
+}
+
+/* ---- sizes ---- */
+
+bool rbi_search_may_go_on(const struct rbi_search *s)
+{
+    return s->report.microbatches < s->max_trials &&
+           (s->max_ns == 0 || s->now() - s->began_ns < s->max_ns);
+}
+
+size_t rbi_search_allowed(const struct rbi_search *s, size_t size)
+{
+    const size_t allowed = s->round(s->limits, size);
+    return allowed > s->fits ? allowed : 0;
+}
+
+size_t rbi_search_next_larger(const struct rbi_search *s)
+{
+    const size_t next = s->round_up(s->limits, s->fits + 1);
+    return next < s->fails && next <= s->most ? next : 0;
+}
+
+size_t rbi_search_allowed_near(const struct rbi_search *s, size_t size)
+{
+    const size_t below = rbi_search_allowed(s, size);
+    return below ? below : rbi_search_next_larger(s);
+}
+
+size_t rbi_search_ran_below(const struct rbi_search *s, size_t count)
+{
+    size_t below = 0;
+    for (size_t i = 0; i < s->whole_count && s->whole[i].count < count; i++)
+        below = s->whole[i].count;
+    return below;
+}
+
+/* ---- rules ---- */
 
 /* At an odd distance from what ran before, and no multiple of four, sizes and samples that were
  * rounded up to powers of two show that they were. */
@@ -28,7 +109,7 @@ static size_t tell_apart(size_t count, size_t before)
 static rebatch_status choose_second(size_t *out, struct rbi_search *s)
 {
     size_t safe;
-    const rebatch_status status = predict(&safe, s);
+    const rebatch_status status = predict(&safe, s, rbi_min(s->most, s->fails - 1));
     *out = 0;
     if (s->hint > s->fits && s->hint < s->fails) {
         *out = s->hint;
@@ -96,10 +177,10 @@ static bool is_verified(const struct rbi_search *s)
     return s->runs_of_fits >= (s->model.keeps && follows_own && !is_exact ? 2u : 1u);
 }
 
-/* One that ran may yet leave no room for the steps: where the memory of the first update lies, or
- * what a micro-batch leaves to the next, then is in the way. The largest that leaves it is next;
- * where nothing can be run any more it is believed, as a larger one has run. */
-rebatch_status rbi_search_judge(struct rbi_search *s)
+/* Whether the largest size that ran also leaves room for whole steps: the memory of the first
+ * update, or what a micro-batch leaves to the next, may be in the way. If not, the answer is below.
+ * When no trial is left, the model is believed there, as a larger size has run. */
+static rebatch_status judge_once(struct rbi_search *s)
 {
     struct rbi_forecast steps;
     rebatch_status status =
@@ -108,23 +189,26 @@ rebatch_status rbi_search_judge(struct rbi_search *s)
         return status;
     s->fails = s->fits;
     s->runs_of_fits = 0;
-    size_t below = s->least;
-    for (size_t i = 0; i < s->whole_count; i++)
-        if (s->whole[i].count < s->fails)
-            below = s->whole[i].count;
-    s->fits = below;
+    s->fits = rbi_max(rbi_search_ran_below(s, s->fails), s->least);
     if (rbi_search_may_go_on(s))
         return status;
     size_t size;
-    status =
-        rbi_forecast_largest(&size, &s->model, &s->setting, s->fits + 1, s->fails - 1, s->batch);
-    size = s->round(s->user, size);
-    if (size > s->fits)
-        s->fits = size;
+    status = predict(&size, s, s->fails - 1);
+    s->fits = rbi_max(s->fits, s->round(s->limits, size));
     return status;
 }
 
-/* Readies the pool for a size, and says what it will need. */
+/* Memory may have changed since a size ran, so all sizes that ran are judged. */
+static rebatch_status judge(struct rbi_search *s)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t fits = 0; fits != s->fits && !status;) {
+        fits = s->fits;
+        status = judge_once(s);
+    }
+    return status;
+}
+
 rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
 {
     struct rbi_forecast trial;
@@ -153,7 +237,7 @@ static rebatch_status begin_small(size_t *size, struct rbi_search *s)
     const rebatch_status status =
         rbi_search_forecast(&whole, s, &(struct rbi_plan){*size, true, true, s->batch});
     if (!status && whole.before)
-        *size = s->round_up(s->user, whole.before);
+        *size = s->round_up(s->limits, whole.before);
     return status;
 }
 
@@ -173,29 +257,39 @@ static size_t enough_of(const struct rbi_search *s, size_t size)
     const size_t microbatches = microbatches_of(s->left, size);
     if (s->whole_count > 1 && microbatches_of(s->left, s->fits) <= microbatches + FEW)
         return 0;
-    const size_t even = s->round_up(s->user, microbatches_of(s->left, microbatches));
+    const size_t even = s->round_up(s->limits, microbatches_of(s->left, microbatches));
     return even > s->fits ? rbi_min(even, size) : 0;
 }
 
-/* The next size, or 0 when the largest that ran is the answer. */
+/* Above what ran and below what failed; 0: none. */
+static rebatch_status choose_larger(size_t *out, struct rbi_search *s)
+{
+    bool is_weighed = false;
+    rebatch_status status = s->whole_count > 1 ? predict(out, s, rbi_min(s->most, s->fails - 1))
+                                               : choose_second(out, s);
+    *out = rbi_search_allowed(s, *out);
+    if (!status && s->whole_count > 1)
+        status = rbi_search_weigh(out, &is_weighed, s);
+    if (!status && *out)
+        *out = not_too_far(s, *out);
+    if (!status && *out && s->report.ooms && !is_weighed)
+        *out = after_oom(s, *out);
+    return status;
+}
+
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
 {
-    *out = 0;
-    size_t predicted = 0;
-    bool is_weighed = false;
-    rebatch_status status = rbi_search_judge(s);
-    if (!status && s->fits < s->most && s->fits + 1 < s->fails) {
-        status = s->whole_count > 1 ? predict(&predicted, s) : choose_second(&predicted, s);
-        predicted = rbi_search_allowed(s, predicted);
-        if (!status && s->whole_count > 1)
-            status = rbi_search_weigh(&predicted, &is_weighed, s);
-        if (!status && predicted)
-            predicted = not_too_far(s, predicted);
-        if (!status && predicted && s->report.ooms && !is_weighed)
-            predicted = after_oom(s, predicted);
-    }
+    size_t larger = 0;
+    *out = s->report.microbatches == 0 ? s->least : 0;
+    if (s->report.microbatches == 0 || s->fits == 0)
+        return REBATCH_OK;
+    rebatch_status status = judge(s);
+    if (status || !rbi_search_may_go_on(s))
+        return status;
+    if (s->fits < s->most && s->fits + 1 < s->fails)
+        status = choose_larger(&larger, s);
     if (status)
         return status;
-    *out = predicted ? enough_of(s, predicted) : is_verified(s) ? 0 : s->fits;
+    *out = larger ? enough_of(s, larger) : is_verified(s) ? 0 : s->fits;
     return *out && s->model.keeps && !s->setting.is_work ? begin_small(out, s) : REBATCH_OK;
 }

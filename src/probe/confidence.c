@@ -61,12 +61,11 @@ static size_t most_said(size_t *times, const struct sizes *sizes)
 #define MAYBE 0.3
 static size_t next_larger(const struct rbi_search *s, const struct sizes *sizes)
 {
-    const size_t next = s->round_up(s->user, s->fits + 1);
+    const size_t next = rbi_search_next_larger(s);
     size_t larger = 0;
     for (size_t i = 0; i < sizes->count; i++)
         larger += sizes->at[i] > 0;
-    const bool is_allowed = next && next < s->fails && next <= s->most;
-    return is_allowed && (double)larger >= MAYBE * (double)sizes->count ? next : 0;
+    return (double)larger >= MAYBE * (double)sizes->count ? next : 0;
 }
 
 /* While runs are left, one comes first that fits by nearly all models and tells which of them hold.

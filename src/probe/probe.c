@@ -49,11 +49,18 @@ static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
     rbi_event_emit(rb, &event);
 }
 
-/* What lives at the most, learned from the scope, is in the session's list of needs. */
-static uint64_t peak_of(const rebatch *rb, size_t size)
+void rbi_probe_note_need(struct rbi_trace *trace, const rebatch *rb, rebatch_status status)
 {
-    const struct rbi_need *need = rbi_need_find(rb, size, rbi_session_level(rb));
-    return need ? need->added_bytes : 0;
+    const struct rbi_failure *failure = rbi_session_failure(rb);
+    const struct rbi_need *need = rbi_need_find(rb, trace->count, rbi_session_level(rb));
+    trace->is_whole = status == REBATCH_OK;
+    if (trace->is_whole) {
+        trace->peak_bytes = need ? need->added_bytes : 0;
+        return;
+    }
+    trace->peak_bytes = failure->need_bytes;
+    if (failure->asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)failure->asked_bytes);
 }
 
 /* More pointers than that are not guarded. */
@@ -118,12 +125,6 @@ static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint
     return status;
 }
 
-static const rebatch *rb_of(const void *user)
-{
-    const struct trials *trials = user;
-    return trials->rb;
-}
-
 /* By cost, the sizes are those of the first samples of the batch, each number that is allowed. */
 static size_t samples_of(const rebatch *rb, size_t size)
 {
@@ -131,23 +132,23 @@ static size_t samples_of(const rebatch *rb, size_t size)
                                       : rbi_round_size(rbi_session_options(rb), size);
 }
 
-static size_t round_down(void *user, size_t size)
+size_t rbi_probe_round(void *limits, size_t size)
 {
-    const rebatch *rb = rb_of(user);
+    const rebatch *rb = limits;
     const size_t count = samples_of(rb, size);
     return count ? rbi_size_of(rb, 0, count) : 0;
 }
 
-static size_t round_up(void *user, size_t size)
+size_t rbi_probe_round_up(void *limits, size_t size)
 {
-    const rebatch *rb = rb_of(user);
-    const rebatch_options *limits = rbi_session_options(rb);
+    const rebatch *rb = limits;
+    const rebatch_options *options = rbi_session_options(rb);
     if (!rbi_session_is_by_cost(rb))
-        return rbi_round_size_up(limits, size);
+        return rbi_round_size_up(options, size);
     const size_t most = rbi_micro_upper(rb, rbi_session_batch(rb));
-    size_t count = rbi_min(rbi_round_size_up(limits, 1), most);
+    size_t count = rbi_min(rbi_round_size_up(options, 1), most);
     while (rbi_size_of(rb, 0, count) < size) {
-        const size_t next = rbi_round_size_up(limits, count + 1);
+        const size_t next = rbi_round_size_up(options, count + 1);
         if (next == 0 || next > most)
             return 0;
         count = next;
@@ -176,7 +177,6 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     struct trials *trials = user;
     rebatch *rb = trials->rb;
     rebatch_pool *pool = trials->pool;
-    const struct rbi_failure *failure = rbi_session_failure(rb);
     const size_t count = trial_count(rb, size);
     free_forgotten(trials);
     rbi_resize_release(rb); /* so that the trial's record has buffers of its own alone */
@@ -191,17 +191,11 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     const rebatch_status ended = rbi_trace_end(trace, pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(pool) + rbi_pieces_missing(trials->setting);
     const rebatch_status restored = end_trial(trials, scope, sequence);
-    trace->is_whole = status == REBATCH_OK;
-    if (status == REBATCH_OK)
-        trace->peak_bytes = peak_of(rb, size);
-    else if (status == REBATCH_OOM && failure->asked_bytes)
-        rbi_trace_add_failure(trace, (size_t)failure->asked_bytes);
-    if (status == REBATCH_OOM)
-        trace->peak_bytes = failure->need_bytes;
-    if (status == REBATCH_OOM && failure->need_bytes)
-        rbi_need_learn_least(rb, size, failure->need_bytes);
     if (status && status != REBATCH_OOM)
         return status;
+    rbi_probe_note_need(trace, rb, status);
+    if (status && trace->peak_bytes)
+        rbi_need_learn_least(rb, size, trace->peak_bytes);
     report_trial(rb, count, status, *peak_bytes);
     return ended ? ended : restored ? restored : status;
 }
@@ -362,8 +356,9 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
                                 .least = rbi_size_of(rb, 0, least),
                                 .most = rbi_size_of(rb, 0, most),
                                 .batch = rbi_size_of(rb, 0, batch),
-                                .round = round_down,
-                                .round_up = round_up,
+                                .round = rbi_probe_round,
+                                .round_up = rbi_probe_round_up,
+                                .limits = rb,
                                 .max_trials = options->max_trials};
     trials.setting = &search.setting;
     struct rbi_saved saved;
@@ -371,7 +366,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     if (status)
         return status;
     if (saved.size)
-        search.hint = round_down(&trials, saved.size);
+        search.hint = rbi_probe_round(rb, saved.size);
     search.too_large = saved.too_large;
     status = run(&search, &trials, options->reserve_bytes);
     rbi_step_get_oom(&search.report.oom, rb);

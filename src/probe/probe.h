@@ -300,8 +300,9 @@ struct rbi_search {
      * micro-batches; 0: does not matter. */
     size_t left;
     /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
-    size_t (*round)(void *user, size_t size);
-    size_t (*round_up)(void *user, size_t size);
+    size_t (*round)(void *limits, size_t size);
+    size_t (*round_up)(void *limits, size_t size);
+    void *limits;     /* of both */
     size_t hint;      /* found before, within [least, most]; 0: none */
     size_t too_large; /* known not to fit, above hint; 0: none is */
     uint32_t max_trials;
@@ -343,35 +344,42 @@ void rbi_probe_lend(rebatch *rb, struct rbi_model *model);
 /* A session's pool, and how its steps will use it. */
 struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 
+/* What the session knows of the need of a micro-batch that has ended, with REBATCH_OK or
+ * REBATCH_OOM; `trace` has ended too. */
+void rbi_probe_note_need(struct rbi_trace *trace, const rebatch *rb, rebatch_status status);
+/* Sizes that a session allows (struct rbi_search): of samples or, by cost, of the first samples of
+ * the batch. */
+size_t rbi_probe_round(void *limits, size_t size);
+size_t rbi_probe_round_up(void *limits, size_t size);
+
 /* Runs that are measured to find the fastest: RBI_TIMED_SIZES sizes, RBI_TIMED_TURNS times each. */
 #define RBI_TIMED_SIZES 4
 #define RBI_TIMED_TURNS 2
 #define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)
 
-/* ---- what is known of sizes (estimate.c) ---- */
+/* ---- what is known of sizes, and which one is next (choose.c) ---- */
 
 /* The trace of the last trial that ran; NULL: none. */
 struct rbi_trace *rbi_search_latest(struct rbi_search *search);
-/* Makes the model of all that was seen up to now. */
+/* Makes a model of all that was seen up to now: a new one, or the search's own. */
+rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *search);
 rebatch_status rbi_search_model(struct rbi_search *search);
 /* What a size does now, as far as that is known. */
 rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *search,
                                    const struct rbi_plan *plan);
-/* Makes that model, for other numbers than the search's own. */
-rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *search);
+bool rbi_search_may_go_on(const struct rbi_search *search);
 /* The largest allowed size of at most `size` that is above what ran; 0: none. */
 size_t rbi_search_allowed(const struct rbi_search *search, size_t size);
-bool rbi_search_may_go_on(const struct rbi_search *search);
-/* The same, or else the smallest that may be tried at all. */
+/* The smallest allowed size above what ran, and below what failed; 0: none. */
+size_t rbi_search_next_larger(const struct rbi_search *search);
+/* The first of these two, or else the second. */
 size_t rbi_search_allowed_near(const struct rbi_search *search, size_t size);
-
-/* ---- which size is next (choose.c) ---- */
-
-/* Lowers what ran to what also leaves room for the steps. */
-rebatch_status rbi_search_judge(struct rbi_search *search);
+/* The largest size below `count` that ran; 0: none. */
+size_t rbi_search_ran_below(const struct rbi_search *search, size_t count);
 /* Readies the pool for a size, and says what it will need. */
 rebatch_status rbi_search_prepare(struct rbi_search *search, size_t count);
-/* The next size, or 0 when the largest that ran is the answer. */
+/* The next size, the smallest to begin with; 0: `fits` is the answer, and leaves room for the
+ * steps; it is 0 where nothing fits. */
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
 
 /* ---- how certain that is (confidence.c) ---- */
@@ -384,8 +392,8 @@ rebatch_status rbi_search_weigh(size_t *predicted, bool *is_weighed, struct rbi_
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);
 
-/* For one who runs the sizes himself, so that `trial` is NULL: begin; then the smallest, and what
- * rbi_search_next() says, each noted. `most` and `batch` may change on the way. */
+/* For one who runs the sizes himself, so that `trial` is NULL: begin; then what rbi_search_next()
+ * says, each noted. `most` and `batch` may change on the way. */
 void rbi_search_begin(struct rbi_search *search);
 /* `count` samples ran or, with REBATCH_OOM, did not. Takes the trace over; of what did not run it
  * may be empty.

@@ -66,10 +66,7 @@ static void fail(struct rbi_search *s, size_t count)
     s->fails = count;
     if (s->fits < count)
         return;
-    s->fits = 0;
-    for (size_t i = 0; i < s->whole_count; i++)
-        if (s->whole[i].count < count)
-            s->fits = s->whole[i].count;
+    s->fits = rbi_search_ran_below(s, count);
     rbi_assert(s->fits < s->fails);
 }
 
@@ -148,7 +145,7 @@ static rebatch_status ready_for_steps(struct rbi_search *s)
     struct rbi_forecast steps;
     rebatch_status status =
         rbi_search_forecast(&steps, s, &(struct rbi_plan){s->report.size, false, true, s->batch});
-    const size_t small = status || steps.after == 0 ? 0 : s->round_up(s->user, steps.after);
+    const size_t small = status || steps.after == 0 ? 0 : s->round_up(s->limits, steps.after);
     if (small && small < s->fits && rbi_search_may_go_on(s)) {
         status = rbi_search_prepare(s, small);
         if (!status)
@@ -205,7 +202,7 @@ static size_t choose_timed(struct timed *timed, const struct rbi_search *s)
     size_t count = 0;
     for (size_t i = 0; i < RBI_TIMED_SIZES; i++) {
         size_t size = s->fits / 4 * quarters[i] + s->fits % 4 * quarters[i] / 4;
-        size = s->round(s->user, rbi_max(size, s->least));
+        size = s->round(s->limits, rbi_max(size, s->least));
         if (size == 0) /* the batch is smaller than every allowed size, and is not cut */
             size = s->fits;
         if (count == 0 || size < timed[count - 1].count)
@@ -273,32 +270,32 @@ static bool was_in_pieces(const struct rbi_search *s)
            s->cut.peak_bytes <= available;
 }
 
-rebatch_status rbi_search_run(struct rbi_search *s)
+/* REBATCH_E_EXHAUSTED: not even the smallest fits. */
+static rebatch_status run_sizes(struct rbi_search *s)
 {
-    rbi_search_begin(s);
+    size_t next;
     rebatch_status status = try_size(s, s->least);
     if (!status && s->fits == 0 && was_in_pieces(s)) {
         set_bounds(s);
         status = try_size(s, s->least);
     }
-    if (!status && s->fits == 0)
-        return REBATCH_E_EXHAUSTED;
-    if (!status)
+    if (!status && s->fits > 0)
         status = rbi_pieces_hold(&s->setting);
-    while (!status && s->fits > 0 && rbi_search_may_go_on(s)) {
-        size_t next;
-        status = rbi_search_next(&next, s);
-        if (status || next == 0)
-            break;
+    while (!status && !(status = rbi_search_next(&next, s)) && next) {
         rbi_assert(next <= s->most);
         status = rbi_search_prepare(s, next);
         if (!status)
             status = try_size(s, next);
     }
-    if (!status && s->fits == 0)
-        return REBATCH_E_EXHAUSTED;
-    if (!status)
-        status = rbi_search_judge(s);
+    return !status && s->fits == 0 ? REBATCH_E_EXHAUSTED : status;
+}
+
+rebatch_status rbi_search_run(struct rbi_search *s)
+{
+    rbi_search_begin(s);
+    rebatch_status status = run_sizes(s);
+    if (status == REBATCH_E_EXHAUSTED)
+        return status;
     if (!status)
         status = finish(s);
     report_what_fits(s);

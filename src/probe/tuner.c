@@ -1,5 +1,5 @@
 /* Owns the tuner of a session that learns from real micro-batches: it watches them as a probe
- * watches its trials, and has the same search say which size is next.
+ * watches its trials, and the same search says which size is next.
  * Must not know when a micro-batch runs, or what is done about an OOM. */
 #include "probe/tuner.h"
 #include "probe/probe.h"
@@ -17,41 +17,6 @@ struct tuner {
     bool is_warm; /* where nothing is taken back: a micro-batch has made what later ones find */
 };
 
-static size_t round_down(void *user, size_t size)
-{
-    const rebatch *rb = user;
-    return rbi_round_size(rbi_session_options(rb), size);
-}
-
-static size_t round_up(void *user, size_t size)
-{
-    const rebatch *rb = user;
-    return rbi_round_size_up(rbi_session_options(rb), size);
-}
-
-/* Memory may be another than it was when a size ran, so that all that ran are judged anew. */
-static rebatch_status judge_all(struct rbi_search *search)
-{
-    rebatch_status status = REBATCH_OK;
-    for (size_t fits = 0; fits != search->fits && !status;) {
-        fits = search->fits;
-        status = rbi_search_judge(search);
-    }
-    return status;
-}
-
-/* 0: search->fits is the answer, 0 as well when nothing fits. */
-static rebatch_status choose(size_t *out, struct rbi_search *search)
-{
-    *out = search->report.microbatches == 0 ? search->least : 0;
-    if (search->report.microbatches == 0 || search->fits == 0)
-        return REBATCH_OK;
-    rebatch_status status = search->whole_count > 1 ? rbi_search_model(search) : REBATCH_OK;
-    if (!status)
-        status = judge_all(search);
-    return status || !rbi_search_may_go_on(search) ? status : rbi_search_next(out, search);
-}
-
 static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, size_t left)
 {
     struct tuner *tuner = user;
@@ -63,7 +28,7 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, 
     search->left = left;
     search->setting = rbi_probe_setting(rb, search->least);
     search->setting.is_work = true;
-    const rebatch_status status = choose(out, search);
+    const rebatch_status status = rbi_search_next(out, search);
     if (status)
         rbi_need_set_model(rb, NULL);
     else if (search->whole_count > 1)
@@ -90,26 +55,16 @@ static void begin(void *user, size_t count)
 static rebatch_status end(void *user, size_t count, rebatch_status status)
 {
     struct tuner *tuner = user;
-    rebatch *rb = tuner->rb;
     struct rbi_trace *trace = &tuner->trace;
+    const bool is_warm = tuner->is_warm;
     const rebatch_status ended =
-        rbi_trace_end(trace, rebatch_get_pool(rb), rbi_search_latest(&tuner->search));
-    const struct rbi_need *need = rbi_need_find(rb, count, rbi_session_level(rb));
-    const uint64_t asked_bytes = rbi_session_failure(rb)->asked_bytes;
-    if (!tuner->is_warm && !status) {
-        tuner->is_warm = true;
+        rbi_trace_end(trace, rebatch_get_pool(tuner->rb), rbi_search_latest(&tuner->search));
+    tuner->is_warm |= status == REBATCH_OK;
+    if (ended || (status && status != REBATCH_OOM) || (!is_warm && !status)) {
         rbi_trace_release(trace);
         return ended;
     }
-    if (ended || (status && status != REBATCH_OOM)) {
-        rbi_trace_release(trace);
-        return ended;
-    }
-    trace->is_whole = status == REBATCH_OK;
-    if (trace->is_whole)
-        trace->peak_bytes = need ? need->added_bytes : 0;
-    else if (asked_bytes)
-        rbi_trace_add_failure(trace, (size_t)asked_bytes);
+    rbi_probe_note_need(trace, tuner->rb, status);
     rbi_search_note(&tuner->search, count, status, trace, tuner->live_before + trace->peak_bytes);
     *trace = (struct rbi_trace){0};
     return REBATCH_OK;
@@ -160,9 +115,9 @@ rebatch_status rbi_tuner_create(struct rbi_tuner *out, rebatch *rb)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to learn the micro-batch size");
     tuner->rb = rb;
     tuner->is_warm = rbi_is_on(rbi_session_options(rb)->reclaim);
-    tuner->search = (struct rbi_search){.user = rb,
-                                        .round = round_down,
-                                        .round_up = round_up,
+    tuner->search = (struct rbi_search){.round = rbi_probe_round,
+                                        .round_up = rbi_probe_round_up,
+                                        .limits = rb,
                                         .max_trials = WATCHED_MOST,
                                         .now = rbi_now_ns};
     rbi_search_begin(&tuner->search);
