@@ -22,13 +22,11 @@ static void find_helper(struct rbi_check *c)
 {
     if (c->stale.helped == 0 || c->stale.helped * 10 < c->injection.succeeded * 9)
         return;
-    char which[160];
-    struct rbi_text t = {which, sizeof which, 0};
-    rbi_place_add(&t, &c->stale.helpers.place, c->stale.helpers.bytes);
-    rbi_finding_add(c->report, REBATCH_FINDING_THREAD, "",
-                    "another thread allocates and frees memory beside %s: what it allocates is "
-                    "not taken back when the attempt fails; call rebatch_join() in that thread",
-                    which);
+    rbi_finding_add_block(c->report, REBATCH_FINDING_THREAD,
+                          "another thread allocates and frees memory beside ",
+                          &c->stale.helpers.place, c->stale.helpers.bytes,
+                          ": what it allocates is not taken back when the attempt fails; call "
+                          "rebatch_join() in that thread");
 }
 
 static rebatch_status run_all(struct rbi_check *c, size_t batch)
@@ -51,10 +49,10 @@ static rebatch_status run_all(struct rbi_check *c, size_t batch)
 
 /* ---- beginning and end ---- */
 
-static rebatch_status open_names(struct rbi_check *c)
+rebatch_status rbi_check_open_values(struct rbi_check *c)
 {
     struct rbi_values *const all[] = {&c->before, &c->reference, &c->now, &c->other, &c->replayed};
-    rebatch_status status = rbi_items_add_names(&c->items);
+    rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < sizeof all / sizeof *all && !status; i++)
         status = rbi_values_open(all[i], &c->items);
     return status ? status : rbi_values_read(&c->before, &c->items);
@@ -69,6 +67,7 @@ static void release(struct rbi_check *c)
     rbi_older_close(&c->blocks);
     rbi_trend_release(&c->trend);
     rbi_parts_release(&c->whole);
+    rbi_parts_release(&c->ran);
     rbi_parts_release(&c->replayed_parts);
     rbi_parts_release(&c->injection.done);
 }
@@ -116,7 +115,9 @@ static rebatch_status check(struct rbi_check *c, const rebatch_step_ops *ops, si
                                           .was_taken_back = rbi_ooms_was_taken_back,
                                           .was_cleared = was_cleared,
                                           .user = c};
-    rebatch_status status = open_names(c);
+    rebatch_status status = rbi_items_add_names(&c->items);
+    if (!status)
+        status = rbi_check_open_values(c);
     if (!status)
         status = run_drill(c, ops, batch, user);
     release(c);

@@ -166,6 +166,8 @@ rebatch_status rbi_items_add_made(struct rbi_items *items);
 /* The run has ended: settles what zero_grad makes in some runs only. */
 void rbi_items_drop_missing(struct rbi_items *items);
 void rbi_items_release(struct rbi_items *items);
+/* Whether one of them is in that memory. */
+bool rbi_items_are_in(const struct rbi_items *items, const char *address, size_t bytes);
 /* Where it is now; NULL: nowhere. */
 void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item);
 /* "\"gradient\"", "block 12 (1.50 MiB)" */
@@ -179,6 +181,9 @@ struct rbi_values {
 /* Host memory for the items that it has none for. */
 rebatch_status rbi_values_open(struct rbi_values *values, const struct rbi_items *items);
 void rbi_values_close(struct rbi_values *values);
+/* Copies, and waits for it: of a session's device, or in host memory. */
+rebatch_status rbi_check_copy(const rebatch *rb, rebatch_guard_kind kind, void *to,
+                              const void *from, size_t bytes);
 /* Reads them, and puts them back. The device is idle. */
 rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items);
 rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items);
@@ -264,6 +269,10 @@ const char *rbi_finding_name(rebatch_finding_kind kind);
 /* Adds one; the text as for printf. */
 void rbi_finding_add(rebatch_check_report *report, rebatch_finding_kind kind, const char *name,
                      const char *format, ...) __attribute__((format(printf, 4, 5)));
+/* Adds one about an allocation, which is named between the two texts. */
+void rbi_finding_add_block(rebatch_check_report *report, rebatch_finding_kind kind,
+                           const char *before, const struct rbi_place *place, uint64_t bytes,
+                           const char *after);
 bool rbi_finding_has(const rebatch_check_report *report, rebatch_finding_kind kind);
 
 /* ---- a check (check.c) ---- */
@@ -284,6 +293,7 @@ struct rbi_check {
     struct rbi_values replayed;
     struct rbi_trend trend;
     struct rbi_parts whole; /* the micro-batches of the first run */
+    struct rbi_parts ran;   /* those of the last rbi_check_run() */
     struct rbi_parts replayed_parts;
     bool has_own_weights;      /* they do not go by the batch */
     bool is_first;             /* run, which shows what zero_grad clears */
@@ -308,11 +318,13 @@ void rbi_ending_leave(const struct rbi_check *c);
 
 /* ---- runs (runs.c) ---- */
 
-/* All samples in micro-batches of at most `size`; reads the items into `into`. */
+/* All samples in micro-batches of at most `size`; reads the items into c->now. */
 rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at, size_t *ran);
 /* These micro-batches, as of a batch of that size. */
 rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t batch,
                                    struct rbi_values *into);
+/* The first run's micro-batches so many times over, in a batch that is as much larger. */
+rebatch_status rbi_check_run_repeated(struct rbi_check *c, size_t times);
 /* Takes back what the run did: with or without what is watched. */
 rebatch_status rbi_check_take_back(struct rbi_check *c);
 /* So many micro-batches show what each of them leaves allocated. */
@@ -321,8 +333,14 @@ rebatch_status rbi_check_undo(struct rbi_check *c);
 /* Says who has written to memory that was taken back. */
 void rbi_check_find_stale(struct rbi_check *c);
 bool rbi_check_has_time(struct rbi_check *c);
+/* Whether the check itself cannot go on. */
+bool rbi_check_is_fatal(rebatch_status status);
 /* The step ends where it should not. */
 rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status);
+/* The same, of a run that is then undone; REBATCH_OK: it ended as it should. */
+rebatch_status rbi_check_end(struct rbi_check *c, const char *when, rebatch_status status);
+/* Host memory for all copies of what is compared, and the first of them. */
+rebatch_status rbi_check_open_values(struct rbi_check *c);
 
 /* ---- differences that are findings (compare.c) ---- */
 
@@ -333,16 +351,15 @@ struct rbi_comparison {
     const struct rbi_values *was, *is;
     const struct rbi_parts *parts; /* of other micro-batches than the first run's; else NULL */
     const char *verb;              /* NULL: "differs" */
+    bool is_exact;                 /* any bit that differs is a finding */
 };
 /* Adds one finding about all that differs. Runs more where rounding is to be measured; no run is
  * there to be undone. */
 rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *what);
 /* The notes about rounding. */
 void rbi_compare_end(struct rbi_check *c);
-/* Adds what no run is needed for: about items that `is_wrong`. */
-void rbi_compare_each(struct rbi_check *c, const struct rbi_comparison *what,
-                      bool (*is_wrong)(const struct rbi_item *item,
-                                       const struct rbi_difference *difference));
+/* The note that a result is right although an OOM was swallowed, once. */
+void rbi_compare_say_coped(struct rbi_check *c, const char *when);
 
 /* ---- rounding (rounding.c) ---- */
 

@@ -128,9 +128,10 @@ rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *wha
             continue;
         const struct rbi_difference difference = difference_of(what, item, i);
         const enum rbi_verdict verdict =
-            what->parts ? rbi_rounding_judge_cut(c, item, &difference, what->was->copies[i],
-                                                 what->is->copies[i])
-                        : rbi_rounding_judge(c, item, &difference);
+            what->is_exact && difference.differs ? RBI_WRONG
+            : what->parts ? rbi_rounding_judge_cut(c, item, &difference, what->was->copies[i],
+                                                   what->is->copies[i])
+                          : rbi_rounding_judge(c, item, &difference);
         if (verdict == RBI_WRONG) {
             add_name(&about, item, &difference);
             item->is_settled = true;
@@ -143,23 +144,11 @@ rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *wha
     return REBATCH_OK;
 }
 
-void rbi_compare_each(struct rbi_check *c, const struct rbi_comparison *what,
-                      bool (*is_wrong)(const struct rbi_item *item,
-                                       const struct rbi_difference *difference))
+void rbi_compare_say_coped(struct rbi_check *c, const char *when)
 {
-    struct about about = {.count = 0};
-    for (size_t i = 0; i < c->items.count; i++) {
-        struct rbi_item *const item = &c->items.list[i];
-        if (!is_asked(what, item))
-            continue;
-        const struct rbi_difference difference = difference_of(what, item, i);
-        if (!is_wrong(item, &difference))
-            continue;
-        add_name(&about, item, &difference);
-        item->is_settled = true;
-    }
-    if (about.count)
-        add_finding(c, what, &about);
+    if (!rbi_finding_has(c->report, REBATCH_FINDING_COPED))
+        rbi_finding_add(c->report, REBATCH_FINDING_COPED, "",
+                        "the result is right %s: no mistake if it copes with less memory", when);
 }
 
 void rbi_compare_end(struct rbi_check *c)

@@ -21,12 +21,12 @@ static rebatch_status compare_cut(struct rbi_check *c, rebatch_finding_kind kind
         return REBATCH_OK;
     const uint32_t mistakes = c->report->mistakes;
     const rebatch_status status = rbi_compare(
-        c, &(struct rbi_comparison){kind, when, advice, &c->reference, &c->now, parts, NULL});
+        c, &(struct rbi_comparison){kind, when, advice, &c->reference, &c->now, .parts = parts});
     c->is_cut_wrong = c->report->mistakes != mistakes;
     return status;
 }
 
-static rebatch_status run_size(struct rbi_check *c, size_t size, struct rbi_parts *parts)
+static rebatch_status run_size(struct rbi_check *c, size_t size)
 {
     char when[96];
     size_t ran;
@@ -35,22 +35,17 @@ static rebatch_status run_size(struct rbi_check *c, size_t size, struct rbi_part
     add_samples(&t, size);
     rbi_text_add(&t, " instead of %zu", c->base);
     rebatch_status status = rbi_check_run(c, size, 0, &ran);
-    const bool is_copied = rbi_parts_copy(parts, &c->injection.done);
     const bool is_there = !status;
     if (is_there)
         c->report->micro_smallest = rbi_min(c->report->micro_smallest, ran);
-    else
-        status = rbi_check_fail(c, when, status);
-    const rebatch_status undone = rbi_check_undo(c);
-    if (!is_copied && !status)
-        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
-    if (status || undone || !is_there)
-        return status ? status : undone;
-    status = rbi_trend_add(c, parts);
-    return status ? status : compare_cut(c, REBATCH_FINDING_CUT, when, cut_advice, parts);
+    status = rbi_check_end(c, when, status);
+    if (status || !is_there)
+        return status;
+    status = rbi_trend_add(c, &c->ran);
+    return status ? status : compare_cut(c, REBATCH_FINDING_CUT, when, cut_advice, &c->ran);
 }
 
-static rebatch_status run_sizes(struct rbi_check *c, struct rbi_parts *parts)
+static rebatch_status run_sizes(struct rbi_check *c)
 {
     const size_t least = rbi_round_size_up(rbi_session_options(c->rb), 1);
     const size_t sizes[] = {c->base / 2 + c->base % 2, c->base / 3 + 1,
@@ -62,7 +57,7 @@ static rebatch_status run_sizes(struct rbi_check *c, struct rbi_parts *parts)
         if (size == 0 || size >= before)
             continue;
         before = size;
-        status = run_size(c, size, parts);
+        status = run_size(c, size);
     }
     return status;
 }
@@ -99,7 +94,7 @@ static rebatch_status run_over_again(struct rbi_check *c, struct rbi_parts *part
             return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     const rebatch_status status = rbi_check_run_parts(c, parts, rounds * batch, &c->now);
     const rebatch_status undone = rbi_check_undo(c);
-    return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM ? status : undone;
+    return rbi_check_is_fatal(status) ? status : undone;
 }
 
 /* ---- one that is followed by a larger one, or by a smaller one ---- */
@@ -138,15 +133,16 @@ static uint8_t fill_of(const struct rbi_check *c)
 static void find_overrun(struct rbi_check *c, const char *when, uint8_t fill)
 {
     struct rbi_stale_block block;
-    char which[160];
-    struct rbi_text t = {which, sizeof which, 0};
+    char after[256];
+    struct rbi_text t = {after, sizeof after, 0};
     if (!rbi_stale_find_overrun(&block, &c->stale, fill))
         return;
-    rbi_place_add(&t, &block.place, block.bytes);
-    rbi_finding_add(c->report, REBATCH_FINDING_OUTGROWN, "",
-                    "memory beyond %s is written %s: make it anew when a micro-batch needs more, "
-                    "or with the callback resize",
-                    which, when);
+    rbi_text_add(&t,
+                 " is written %s: make it anew when a micro-batch needs more, or with the callback "
+                 "resize",
+                 when);
+    rbi_finding_add_block(c->report, REBATCH_FINDING_OUTGROWN, "memory beyond ", &block.place,
+                          block.bytes, after);
 }
 
 /* The micro-batches from `at` on make the difference. */
@@ -158,13 +154,11 @@ static rebatch_status run_parts(struct rbi_check *c, const struct rbi_parts *par
     add_followed(&t, parts, at);
     rebatch_status status = rbi_check_run_parts(c, parts, rbi_session_batch(c->rb), &c->now);
     const bool is_there = !status;
-    if (status)
-        status = status == REBATCH_OOM ? REBATCH_OK : rbi_check_fail(c, when, status);
-    else if (is_growing)
+    if (is_there && is_growing)
         find_overrun(c, when, fill_of(c));
-    const rebatch_status undone = rbi_check_undo(c);
-    if (status || undone || !is_there || rbi_finding_has(c->report, REBATCH_FINDING_OUTGROWN))
-        return status ? status : undone;
+    status = rbi_check_end(c, when, status == REBATCH_OOM ? REBATCH_OK : status);
+    if (status || !is_there || rbi_finding_has(c->report, REBATCH_FINDING_OUTGROWN))
+        return status;
     status = rbi_trend_add(c, parts);
     return status
                ? status
@@ -202,7 +196,7 @@ static rebatch_status run_changes(struct rbi_check *c, struct rbi_parts *parts)
 
 /* ---- a size at which an OOM is swallowed ---- */
 
-static rebatch_status run_swallowing(struct rbi_check *c, struct rbi_parts *parts)
+static rebatch_status run_swallowing(struct rbi_check *c)
 {
     char when[224];
     size_t ran;
@@ -214,18 +208,14 @@ static rebatch_status run_swallowing(struct rbi_check *c, struct rbi_parts *part
     rbi_text_add(&t, "where ");
     rbi_place_add(&t, &c->injection.swallowed, c->injection.swallowed_bytes);
     rbi_text_add(&t, " fails for want of memory and the callback returns REBATCH_OK");
-    const bool is_copied = rbi_parts_copy(parts, &c->injection.done);
     const rebatch_status undone = rbi_check_undo(c);
-    if (!is_copied)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     if (undone || !is_there)
-        return undone;
+        return rbi_check_is_fatal(status) ? status : undone;
     const uint32_t mistakes = c->report->mistakes;
     status = compare_cut(c, REBATCH_FINDING_SWALLOWED, when, "return the status of the allocation",
-                         parts);
+                         &c->ran);
     if (!status && c->report->mistakes == mistakes)
-        rbi_finding_add(c->report, REBATCH_FINDING_COPED, "",
-                        "the result is right %s: no mistake if it copes with less memory", when);
+        rbi_compare_say_coped(c, when);
     return status;
 }
 
@@ -264,7 +254,7 @@ static void find_trend(struct rbi_check *c)
 rebatch_status rbi_cuts_run(struct rbi_check *c)
 {
     struct rbi_parts parts = {NULL, 0, 0};
-    rebatch_status status = run_sizes(c, &parts);
+    rebatch_status status = run_sizes(c);
     if (!status)
         status = run_changes(c, &parts);
     if (!status)
@@ -272,7 +262,7 @@ rebatch_status rbi_cuts_run(struct rbi_check *c)
     if (!status)
         status = run_over_again(c, &parts);
     if (!status)
-        status = run_swallowing(c, &parts);
+        status = run_swallowing(c);
     rbi_parts_release(&parts);
     return status;
 }
@@ -303,17 +293,10 @@ static void note_weights(struct rbi_check *c)
 
 rebatch_status rbi_cuts_run_twice(struct rbi_check *c)
 {
-    struct rbi_parts twice = {NULL, 0, 0};
     if (c->has_own_weights || !rbi_check_has_time(c))
         return REBATCH_OK;
-    bool is_made = rbi_parts_copy(&twice, &c->whole);
-    for (size_t i = 0; i < c->whole.count && is_made; i++)
-        is_made = rbi_parts_add(&twice, c->whole.list[i].first, c->whole.list[i].count);
-    rebatch_status status =
-        is_made ? rbi_check_run_parts(c, &twice, 2 * rbi_session_batch(c->rb), &c->now)
-                : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
-    rbi_parts_release(&twice);
-    if (status == REBATCH_E_DEVICE_LOST || !is_made)
+    const rebatch_status status = rbi_check_run_repeated(c, 2);
+    if (rbi_check_is_fatal(status))
         return status;
     if (!status)
         note_weights(c);

@@ -39,7 +39,7 @@ rebatch_status rbi_fill_run(struct rbi_check *c)
         status = status ? rbi_check_fail(c, runs[i].when, status)
                         : rbi_compare(c, &(struct rbi_comparison){runs[i].kind, runs[i].when,
                                                                   runs[i].advice, &c->reference,
-                                                                  &c->now, NULL, NULL});
+                                                                  .is = &c->now});
         const rebatch_status undone = rbi_check_undo(c);
         status = status ? status : undone;
     }

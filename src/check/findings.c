@@ -40,6 +40,16 @@ void rbi_finding_add(rebatch_check_report *report, rebatch_finding_kind kind, co
     va_end(arguments);
 }
 
+void rbi_finding_add_block(rebatch_check_report *report, rebatch_finding_kind kind,
+                           const char *before, const struct rbi_place *place, uint64_t bytes,
+                           const char *after)
+{
+    char which[160];
+    struct rbi_text t = {which, sizeof which, 0};
+    rbi_place_add(&t, place, bytes);
+    rbi_finding_add(report, kind, "", "%s%s%s", before, which, after);
+}
+
 bool rbi_finding_has(const rebatch_check_report *report, rebatch_finding_kind kind)
 {
     for (size_t i = 0; i < report->finding_count; i++)

@@ -73,7 +73,7 @@ rebatch_status rbi_items_add_names(struct rbi_items *items)
     return status;
 }
 
-static bool is_named(const struct rbi_items *items, const char *address, size_t bytes)
+bool rbi_items_are_in(const struct rbi_items *items, const char *address, size_t bytes)
 {
     for (size_t i = 0; i < items->count; i++) {
         const char *const place = rbi_item_place(items, &items->list[i]);
@@ -93,7 +93,8 @@ rebatch_status rbi_items_add_made(struct rbi_items *items)
                                 .bytes = block->bytes,
                                 .kind = REBATCH_GUARD_DEVICE,
                                 .is_compared = true};
-        if (block->place.which != RBI_ZERO_GRAD || is_named(items, block->address, block->bytes))
+        if (block->place.which != RBI_ZERO_GRAD ||
+            rbi_items_are_in(items, block->address, block->bytes))
             continue;
         struct rbi_text t = {item.name, sizeof item.name, 0};
         rbi_text_add(&t, "allocation %" PRIu64 " of zero_grad", item.made_nth);
@@ -150,16 +151,16 @@ void rbi_values_close(struct rbi_values *values)
     *values = (struct rbi_values){NULL, 0};
 }
 
-static rebatch_status copy(const struct rbi_items *items, const struct rbi_item *item, void *to,
-                           const void *from)
+rebatch_status rbi_check_copy(const rebatch *rb, rebatch_guard_kind kind, void *to,
+                              const void *from, size_t bytes)
 {
-    if (item->kind == REBATCH_GUARD_HOST) {
-        memcpy(to, from, item->bytes);
+    if (kind == REBATCH_GUARD_HOST) {
+        memcpy(to, from, bytes);
         return REBATCH_OK;
     }
-    rebatch_device *device = rbi_session_device(items->rb);
-    const rebatch_stream stream = rbi_session_options(items->rb)->stream;
-    const rebatch_status status = rebatch_copy(device, to, from, item->bytes, stream);
+    rebatch_device *device = rbi_session_device(rb);
+    const rebatch_stream stream = rbi_session_options(rb)->stream;
+    const rebatch_status status = rebatch_copy(device, to, from, bytes, stream);
     return status ? status : rebatch_stream_synchronize(device, stream);
 }
 
@@ -167,11 +168,12 @@ rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items
 {
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < items->count && !status; i++) {
-        const void *const place = rbi_item_place(items, &items->list[i]);
+        const struct rbi_item *const item = &items->list[i];
+        const void *const place = rbi_item_place(items, item);
         if (place)
-            status = copy(items, &items->list[i], values->copies[i], place);
+            status = rbi_check_copy(items->rb, item->kind, values->copies[i], place, item->bytes);
         else
-            memset(values->copies[i], 0, items->list[i].bytes);
+            memset(values->copies[i], 0, item->bytes);
     }
     return status;
 }
@@ -180,9 +182,10 @@ rebatch_status rbi_values_write(const struct rbi_values *values, const struct rb
 {
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < items->count && !status; i++) {
-        void *const place = rbi_item_place(items, &items->list[i]);
-        if (place && !items->list[i].made_nth)
-            status = copy(items, &items->list[i], place, values->copies[i]);
+        const struct rbi_item *const item = &items->list[i];
+        void *const place = rbi_item_place(items, item);
+        if (place && !item->made_nth)
+            status = rbi_check_copy(items->rb, item->kind, place, values->copies[i], item->bytes);
     }
     return status;
 }

@@ -44,21 +44,11 @@ static size_t look(struct rbi_old_blocks *blocks)
 }
 
 /* A part that has a name stands for its block. */
-static bool has_name(const struct rbi_items *named, const struct rbi_old_block *block)
-{
-    for (size_t i = 0; i < named->count; i++) {
-        const char *const place = rbi_item_place(named, &named->list[i]);
-        if (place >= block->address && place < block->address + block->bytes)
-            return true;
-    }
-    return false;
-}
-
 static void leave_out_names(struct rbi_old_blocks *blocks, const struct rbi_items *named)
 {
     size_t kept = 0;
     for (size_t i = 0; i < blocks->count; i++)
-        if (!has_name(named, &blocks->list[i]))
+        if (!rbi_items_are_in(named, blocks->list[i].address, blocks->list[i].bytes))
             blocks->list[kept++] = blocks->list[i];
     blocks->count = kept;
 }
@@ -92,19 +82,18 @@ void rbi_older_close(struct rbi_old_blocks *blocks)
 
 rebatch_status rbi_older_save(char ***out, const struct rbi_old_blocks *blocks)
 {
-    rebatch_device *device = rbi_session_device(blocks->rb);
-    const rebatch_stream stream = rbi_session_options(blocks->rb)->stream;
     rebatch_status status = REBATCH_OK;
     *out = rbi_heap_calloc(rbi_max(blocks->count, 1), sizeof **out);
     for (size_t i = 0; i < blocks->count && *out && !status; i++) {
         const struct rbi_old_block *const block = &blocks->list[i];
         if (!((*out)[i] = rbi_heap_calloc(1, block->bytes)))
             return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy what is in use");
-        status = rebatch_copy(device, (*out)[i], block->address, block->bytes, stream);
+        status = rbi_check_copy(blocks->rb, REBATCH_GUARD_DEVICE, (*out)[i], block->address,
+                                block->bytes);
     }
     if (!*out)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy what is in use");
-    return status ? status : rebatch_stream_synchronize(device, stream);
+    return status;
 }
 
 /* FNV-1a over words of eight bytes. */
@@ -122,15 +111,12 @@ static uint64_t add_digest(uint64_t digest, const char *bytes, size_t count)
 static rebatch_status read_digest(uint64_t *out, const struct rbi_old_blocks *blocks,
                                   const struct rbi_old_block *block)
 {
-    rebatch_device *device = rbi_session_device(blocks->rb);
-    const rebatch_stream stream = rbi_session_options(blocks->rb)->stream;
     rebatch_status status = REBATCH_OK;
     *out = UINT64_C(0xcbf29ce484222325);
     for (size_t at = 0; at < block->bytes && !status; at += CHUNK_BYTES) {
         const size_t count = rbi_min(block->bytes - at, CHUNK_BYTES);
-        status = rebatch_copy(device, blocks->chunk, block->address + at, count, stream);
-        if (!status)
-            status = rebatch_stream_synchronize(device, stream);
+        status = rbi_check_copy(blocks->rb, REBATCH_GUARD_DEVICE, blocks->chunk,
+                                block->address + at, count);
         if (!status)
             *out = add_digest(*out, blocks->chunk, count);
     }

@@ -13,12 +13,6 @@ void rbi_ooms_save_attempt(void *user)
         (void)rbi_values_read(&c->other, &c->items);
 }
 
-static bool differs(const struct rbi_item *item, const struct rbi_difference *difference)
-{
-    (void)item;
-    return difference->differs;
-}
-
 /* Guards have restored what they know. */
 static void compare_attempt(struct rbi_check *c)
 {
@@ -29,11 +23,9 @@ static void compare_attempt(struct rbi_check *c)
     rbi_text_add(&t, "when ");
     rbi_place_add(&t, &c->injection.injected, c->injection.injected_bytes);
     rbi_text_add(&t, " failed, before rebatch_mutating()");
-    rbi_compare_each(c,
-                     &(struct rbi_comparison){REBATCH_FINDING_EARLY, when,
-                                              "call it before the change, or guard it", &c->other,
-                                              &c->now, NULL, "had changed"},
-                     differs);
+    (void)rbi_compare(c, &(struct rbi_comparison){REBATCH_FINDING_EARLY, when,
+                                                  "call it before the change, or guard it",
+                                                  &c->other, &c->now, NULL, "had changed", true});
 }
 
 void rbi_ooms_was_taken_back(void *user)
@@ -62,9 +54,9 @@ static bool holds_no_number(const struct rbi_check *c, const struct rbi_values *
 
 /* The same micro-batches without an OOM: *was are their values. Any difference is the failed
  * attempt's doing then, and neither the cut's nor rounding. *was is NULL when it cannot run. */
-static rebatch_status replay(struct rbi_check *c, const struct rbi_parts *parts,
-                             const struct rbi_values **was)
+static rebatch_status replay(struct rbi_check *c, const struct rbi_values **was)
 {
+    const struct rbi_parts *const parts = &c->ran;
     *was = &c->reference;
     if (rbi_parts_equal(parts, &c->whole))
         return REBATCH_OK;
@@ -78,17 +70,14 @@ static rebatch_status replay(struct rbi_check *c, const struct rbi_parts *parts,
         c->replayed_parts.count = 0;
     }
     const rebatch_status undone = rbi_check_undo(c);
-    if (status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM)
-        return status;
-    return undone;
+    return rbi_check_is_fatal(status) ? status : undone;
 }
 
 /* What a run with an OOM shows, whose results are in c->now. */
-static rebatch_status judge(struct rbi_check *c, const struct rbi_parts *parts, const char *when,
-                            bool was_swallowed)
+static rebatch_status judge(struct rbi_check *c, const char *when, bool was_swallowed)
 {
     const struct rbi_values *was;
-    rebatch_status status = replay(c, parts, &was);
+    rebatch_status status = replay(c, &was);
     if (status || !was || rbi_finding_has(c->report, REBATCH_FINDING_STALE))
         return status; /* who writes to memory that was taken back has these results */
     const uint32_t mistakes = c->report->mistakes;
@@ -101,12 +90,10 @@ static rebatch_status judge(struct rbi_check *c, const struct rbi_parts *parts, 
               "taken back is used, or samples that run again are treated differently";
     status = rbi_compare(c, &(struct rbi_comparison){was_swallowed ? REBATCH_FINDING_SWALLOWED
                                                                    : REBATCH_FINDING_AFTER_OOM,
-                                                     when, advice, was, &c->now, NULL, NULL});
+                                                     when, advice, was, .is = &c->now});
     if (was_swallowed && c->report->mistakes == mistakes &&
-        !rbi_finding_has(c->report, REBATCH_FINDING_SWALLOWED) &&
-        !rbi_finding_has(c->report, REBATCH_FINDING_COPED))
-        rbi_finding_add(c->report, REBATCH_FINDING_COPED, "",
-                        "the result is right %s: no mistake if it copes with less memory", when);
+        !rbi_finding_has(c->report, REBATCH_FINDING_SWALLOWED))
+        rbi_compare_say_coped(c, when);
     return status;
 }
 
@@ -122,8 +109,7 @@ static void add_when(struct rbi_text *t, const struct rbi_injection *injection)
                  injection->was_swallowed ? ", for which the callback returned REBATCH_OK" : "");
 }
 
-static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fails_at,
-                                   struct rbi_parts *parts)
+static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fails_at)
 {
     char when[256];
     size_t ran;
@@ -136,31 +122,24 @@ static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fa
     c->report->ooms += size == c->base && c->injection.is_done;
     if (is_there)
         c->report->micro_smallest = rbi_min(c->report->micro_smallest, ran);
-    const bool is_copied = rbi_parts_copy(parts, &c->injection.done);
-    if (status)
-        status = rbi_check_fail(c, when, status);
-    const rebatch_status undone = rbi_check_undo(c);
-    if (!status && !is_copied)
-        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
-    if (status || undone || !is_there)
-        return status ? status : undone;
-    return judge(c, parts, when, was_swallowed);
+    status = rbi_check_end(c, when, status);
+    return status || !is_there ? status : judge(c, when, was_swallowed);
 }
 
 /* Requests from number `from` to number `to`, `most` of them, evenly spread. */
 static rebatch_status run_range(struct rbi_check *c, size_t size, uint64_t from, uint64_t to,
-                                uint64_t most, struct rbi_parts *parts)
+                                uint64_t most)
 {
     rebatch_status status = REBATCH_OK;
     const uint64_t all = to - from + 1;
     most = most < all ? most : all;
     for (uint64_t i = 0; i < most && !status && rbi_check_has_time(c); i++)
-        status = run_with_oom(c, size, from + (most > 1 ? i * (all - 1) / (most - 1) : 0), parts);
+        status = run_with_oom(c, size, from + (most > 1 ? i * (all - 1) / (most - 1) : 0));
     return status;
 }
 
 /* In the last of several micro-batches, when the accumulators hold something. */
-static rebatch_status run_last(struct rbi_check *c, struct rbi_parts *parts)
+static rebatch_status run_last(struct rbi_check *c)
 {
     size_t ran;
     const size_t size = rbi_round_size(rbi_session_options(c->rb), c->base / 2);
@@ -170,23 +149,21 @@ static rebatch_status run_last(struct rbi_check *c, struct rbi_parts *parts)
     const uint64_t all = c->injection.requests, last = c->injection.place.number;
     const rebatch_status undone = rbi_check_undo(c);
     if (status || undone) /* it is said already */
-        return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM ? status : undone;
-    return last ? run_range(c, size, all - last + 1, all, c->options.most_ooms / 4 + 1, parts)
+        return rbi_check_is_fatal(status) ? status : undone;
+    return last ? run_range(c, size, all - last + 1, all, c->options.most_ooms / 4 + 1)
                 : REBATCH_OK;
 }
 
 rebatch_status rbi_ooms_run(struct rbi_check *c)
 {
     const uint64_t all = c->report->allocations;
-    struct rbi_parts parts = {NULL, 0, 0};
     rebatch_status status = REBATCH_OK;
     rbi_fill_set(c, RBI_NO_NUMBER,
                  rbi_finding_has(c->report, REBATCH_FINDING_UNINITIALIZED) ? 0 : RBI_NO_NUMBER);
     if (all)
-        status = run_range(c, c->base, 1, all, c->options.most_ooms, &parts);
+        status = run_range(c, c->base, 1, all, c->options.most_ooms);
     if (!status)
-        status = run_last(c, &parts);
+        status = run_last(c);
     rbi_fill_set(c, 0, 0);
-    rbi_parts_release(&parts);
     return status;
 }

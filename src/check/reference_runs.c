@@ -18,7 +18,7 @@ static rebatch_status try_size(struct rbi_check *c, size_t *next, bool *is_there
     const bool is_swallowed = !status && c->injection.was_swallowed;
     if (*is_there)
         status = rbi_older_note(&c->blocks);
-    if (*is_there && !status && !rbi_parts_copy(&c->whole, &c->injection.done))
+    if (*is_there && !status && !rbi_parts_copy(&c->whole, &c->ran))
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     if (*is_there && !status)
         status = rbi_values_read(&c->replayed, &c->items);
@@ -39,25 +39,16 @@ static rebatch_status try_size(struct rbi_check *c, size_t *next, bool *is_there
     return REBATCH_OK;
 }
 
-/* What a callback that goes on without its memory leaves in use, others miss. */
-static void say_swallowed(struct rbi_check *c)
-{
-    char which[160];
-    struct rbi_text t = {which, sizeof which, 0};
-    rbi_place_add(&t, &c->injection.swallowed, c->injection.swallowed_bytes);
-    rbi_finding_add(c->report, REBATCH_FINDING_SWALLOWED, "",
-                    "%s failed for want of memory, the callback returned REBATCH_OK, and no size "
-                    "fitted then; return the status of the allocation",
-                    which);
-}
-
 static rebatch_status find_base(struct rbi_check *c, size_t batch, bool *is_there)
 {
     c->base = batch;
     for (size_t next;; c->base = next) {
         const rebatch_status status = try_size(c, &next, is_there);
         if (status == REBATCH_E_EXHAUSTED && c->injection.was_swallowed)
-            say_swallowed(c);
+            rbi_finding_add_block(c->report, REBATCH_FINDING_SWALLOWED, "", &c->injection.swallowed,
+                                  c->injection.swallowed_bytes,
+                                  " failed for want of memory, the callback returned REBATCH_OK, "
+                                  "and no size fitted then; return the status of the allocation");
         if (status == REBATCH_E_EXHAUSTED)
             return status;
         if (status)
@@ -68,15 +59,6 @@ static rebatch_status find_base(struct rbi_check *c, size_t batch, bool *is_ther
 }
 
 /* ---- what there is to compare ---- */
-
-static rebatch_status open_more(struct rbi_check *c)
-{
-    struct rbi_values *const all[] = {&c->before, &c->reference, &c->now, &c->other, &c->replayed};
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < sizeof all / sizeof *all && !status; i++)
-        status = rbi_values_open(all[i], &c->items);
-    return status ? status : rbi_values_read(&c->before, &c->items);
-}
 
 /* What has no name is a result if zero_grad clears it, or makes it; else it may be scratch memory.
  * c->other is how zero_grad left it. */
@@ -113,17 +95,8 @@ static bool is_written(const struct rbi_check *c, const struct rbi_values *after
 
 static rebatch_status find_unwritten(struct rbi_check *c)
 {
-    struct rbi_parts rounds = {NULL, 0, 0};
-    bool is_made = true;
-    for (size_t i = 0; i < ROUNDS * c->whole.count && is_made; i++) {
-        const struct rbi_part *const part = &c->whole.list[i % c->whole.count];
-        is_made = rbi_parts_add(&rounds, part->first, part->count);
-    }
-    const rebatch_status status =
-        is_made ? rbi_check_run_parts(c, &rounds, ROUNDS * rbi_session_batch(c->rb), &c->now)
-                : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
-    rbi_parts_release(&rounds);
-    if (!is_made || status == REBATCH_E_DEVICE_LOST)
+    const rebatch_status status = rbi_check_run_repeated(c, ROUNDS);
+    if (rbi_check_is_fatal(status))
         return status;
     if (!status && is_written(c, &c->now))
         rbi_finding_add(c->report, REBATCH_FINDING_UNWATCHED, "",
@@ -200,7 +173,7 @@ static rebatch_status compare_with_names(struct rbi_check *c)
             memcpy(c->replayed.copies[i], c->reference.copies[i], c->items.list[i].bytes);
     return rbi_compare(c, &(struct rbi_comparison){REBATCH_FINDING_NOT_REPEATABLE,
                                                    not_repeatable_when, not_repeatable_advice,
-                                                   &c->replayed, &c->reference, NULL, NULL});
+                                                   &c->replayed, .is = &c->reference});
 }
 
 /* The run that all others are compared with. */
@@ -236,7 +209,7 @@ rebatch_status rbi_reference_run(struct rbi_check *c, size_t batch, bool *is_the
     if (!status && *is_there)
         status = rbi_older_add_changed(&c->items, &c->blocks, &left_out);
     if (!status && *is_there)
-        status = open_more(c);
+        status = rbi_check_open_values(c);
     if (!status && *is_there)
         status = run_reference(c, left_out, is_there);
     if (!status && !*is_there && c->report->mistakes == 0)
@@ -260,13 +233,8 @@ static void settle_all(struct rbi_check *c)
 rebatch_status rbi_reference_run_again(struct rbi_check *c)
 {
     size_t ran;
-    struct rbi_comparison what = {REBATCH_FINDING_NOT_REPEATABLE,
-                                  not_repeatable_when,
-                                  not_repeatable_advice,
-                                  &c->reference,
-                                  &c->now,
-                                  NULL,
-                                  NULL};
+    struct rbi_comparison what = {REBATCH_FINDING_NOT_REPEATABLE, not_repeatable_when,
+                                  not_repeatable_advice, &c->reference, .is = &c->now};
     rebatch_status status = rbi_check_run(c, c->base, 0, &ran);
     if (!status)
         status = rbi_compare(c, &what);

@@ -175,8 +175,13 @@ static bool is_shared(const struct rbi_noise *noise)
     return noise->is_measured && noise->largest <= MOST_NOISE;
 }
 
+static double measure(const struct rbi_noise *noise, bool is_rms)
+{
+    return is_rms ? noise->rms : noise->largest;
+}
+
 /* The value that half of what was measured is not above, by one of the two measures. */
-static double median(const struct rbi_items *items, double (*measure)(const struct rbi_noise *))
+static double median(const struct rbi_items *items, bool is_rms)
 {
     double found = 0;
     size_t all = 0;
@@ -184,24 +189,15 @@ static double median(const struct rbi_items *items, double (*measure)(const stru
         all += is_shared(&items->list[i].noise);
     for (size_t i = 0; i < items->count; i++) {
         const struct rbi_noise *noise = &items->list[i].noise;
+        const double value = measure(noise, is_rms);
         size_t below = 0;
         for (size_t k = 0; k < items->count; k++)
-            below += is_shared(&items->list[k].noise) &&
-                     measure(&items->list[k].noise) <= measure(noise);
-        if (is_shared(noise) && below * 2 >= all + 1 && (found <= 0 || measure(noise) < found))
-            found = measure(noise);
+            below +=
+                is_shared(&items->list[k].noise) && measure(&items->list[k].noise, is_rms) <= value;
+        if (is_shared(noise) && below * 2 >= all + 1 && (found <= 0 || value < found))
+            found = value;
     }
     return found;
-}
-
-static double largest_of(const struct rbi_noise *noise)
-{
-    return noise->largest;
-}
-
-static double rms_of(const struct rbi_noise *noise)
-{
-    return noise->rms;
 }
 
 /* What has few numbers, or is of the forward pass alone, such as a loss, shows too little. */
@@ -210,7 +206,7 @@ static void share(struct rbi_items *items)
     bool is_any = false;
     for (size_t i = 0; i < items->count; i++)
         is_any |= items->list[i].noise.is_measured;
-    const double largest = median(items, largest_of), rms = median(items, rms_of);
+    const double largest = median(items, false), rms = median(items, true);
     for (size_t i = 0; i < items->count && is_any; i++) {
         struct rbi_noise *const noise = &items->list[i].noise;
         noise->is_measured = true;
@@ -240,7 +236,7 @@ rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts 
         if (!status)
             learn_all(c, was, factors[k]);
         const rebatch_status undone = rbi_check_undo(c);
-        if (status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM || undone)
+        if (rbi_check_is_fatal(status) || undone)
             return undone ? undone : status;
         if (status)
             break; /* it cannot be measured so */

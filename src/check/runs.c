@@ -17,7 +17,10 @@ rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at
 {
     c->report->runs++;
     rbi_injection_begin(&c->injection, fails_at);
-    return end_run(c, rbi_drill_run(c->rb, size, ran), &c->now);
+    const rebatch_status status = end_run(c, rbi_drill_run(c->rb, size, ran), &c->now);
+    return status || rbi_parts_copy(&c->ran, &c->injection.done)
+               ? status
+               : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
 }
 
 rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t batch,
@@ -28,19 +31,31 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
     return end_run(c, rbi_drill_run_parts(c->rb, parts->list, parts->count, batch), into);
 }
 
+rebatch_status rbi_check_run_repeated(struct rbi_check *c, size_t times)
+{
+    struct rbi_parts parts = {NULL, 0, 0};
+    bool is_made = true;
+    for (size_t i = 0; i < times * c->whole.count && is_made; i++) {
+        const struct rbi_part *const part = &c->whole.list[i % c->whole.count];
+        is_made = rbi_parts_add(&parts, part->first, part->count);
+    }
+    const rebatch_status status =
+        is_made ? rbi_check_run_parts(c, &parts, times * rbi_session_batch(c->rb), &c->now)
+                : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    rbi_parts_release(&parts);
+    return status;
+}
+
 /* Who writes to memory that was taken back. */
 void rbi_check_find_stale(struct rbi_check *c)
 {
     struct rbi_stale_block block;
     if (rbi_finding_has(c->report, REBATCH_FINDING_STALE) || !rbi_stale_find(&block, &c->stale))
         return;
-    char which[160];
-    struct rbi_text t = {which, sizeof which, 0};
-    rbi_place_add(&t, &block.place, block.bytes);
-    rbi_finding_add(c->report, REBATCH_FINDING_STALE, "",
-                    "the memory of %s is written after it was taken back: its pointer is kept "
-                    "across attempts; assign it again in each attempt, or guard it",
-                    which);
+    rbi_finding_add_block(c->report, REBATCH_FINDING_STALE, "the memory of ", &block.place,
+                          block.bytes,
+                          " is written after it was taken back: its pointer is kept across "
+                          "attempts; assign it again in each attempt, or guard it");
 }
 
 /* What micro-batches leave in use. The first one may make what all of them need. */
@@ -55,13 +70,11 @@ static void find_leak(struct rbi_check *c)
     const size_t left = rbi_stale_count_left(&block, &c->stale);
     if (left + 1 < ran)
         return;
-    char which[160];
-    struct rbi_text t = {which, sizeof which, 0};
-    rbi_place_add(&t, &block.place, block.bytes);
-    rbi_finding_add(c->report, REBATCH_FINDING_LEAK, "",
-                    "%zu of %zu micro-batches leave memory allocated, such as %s: free it in "
-                    "forward_backward, or make it once, in zero_grad",
-                    left, ran, which);
+    char before[96];
+    struct rbi_text t = {before, sizeof before, 0};
+    rbi_text_add(&t, "%zu of %zu micro-batches leave memory allocated, such as ", left, ran);
+    rbi_finding_add_block(c->report, REBATCH_FINDING_LEAK, before, &block.place, block.bytes,
+                          ": free it in forward_backward, or make it once, in zero_grad");
 }
 
 rebatch_status rbi_check_take_back(struct rbi_check *c)
@@ -87,12 +100,25 @@ bool rbi_check_has_time(struct rbi_check *c)
     return !c->report->is_cut_short;
 }
 
+bool rbi_check_is_fatal(rebatch_status status)
+{
+    return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM;
+}
+
 rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status)
 {
-    if (status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM)
+    if (rbi_check_is_fatal(status))
         return status;
     if (!rbi_finding_has(c->report, REBATCH_FINDING_FAILED)) /* others have the same cause */
         rbi_finding_add(c->report, REBATCH_FINDING_FAILED, "", "the step returned %s %s: %s",
                         rebatch_status_name(status), when, rebatch_last_error());
     return REBATCH_OK;
+}
+
+rebatch_status rbi_check_end(struct rbi_check *c, const char *when, rebatch_status status)
+{
+    if (status)
+        status = rbi_check_fail(c, when, status);
+    const rebatch_status undone = rbi_check_undo(c);
+    return status ? status : undone;
 }

@@ -97,10 +97,7 @@ static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
 {
     unsigned char bytes[LOOKED_AT_BYTES];
     const size_t count = rbi_min(block->bytes, sizeof bytes);
-    rebatch_device *device = rbi_session_device(stale->injection->rb);
-    const rebatch_stream stream = rbi_session_options(stale->injection->rb)->stream;
-    if (rebatch_copy(device, bytes, block->address, count, stream) ||
-        rebatch_stream_synchronize(device, stream))
+    if (rbi_check_copy(stale->injection->rb, REBATCH_GUARD_DEVICE, bytes, block->address, count))
         return false;
     *out = UINT64_C(0xcbf29ce484222325);
     for (size_t i = 0; i < count; i++)
@@ -228,8 +225,6 @@ bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale 
 {
     unsigned char beyond[LOOKED_AT_BYTES];
     rebatch_pool *pool = rebatch_get_pool(stale->injection->rb);
-    rebatch_device *device = rbi_session_device(stale->injection->rb);
-    const rebatch_stream stream = rbi_session_options(stale->injection->rb)->stream;
     for (size_t i = 0; i < stale->live.count && stale->is_on; i++) {
         const struct rbi_stale_block *const block = &stale->live.blocks[i];
         size_t whole = 0;
@@ -237,8 +232,8 @@ bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale 
             whole <= block->bytes)
             continue;
         const size_t count = rbi_min(whole - block->bytes, sizeof beyond);
-        if (rebatch_copy(device, beyond, block->address + block->bytes, count, stream) ||
-            rebatch_stream_synchronize(device, stream))
+        if (rbi_check_copy(stale->injection->rb, REBATCH_GUARD_DEVICE, beyond,
+                           block->address + block->bytes, count))
             continue;
         *out = *block;
         for (size_t k = 0; k < count; k++)
