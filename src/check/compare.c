@@ -45,6 +45,7 @@ static void add_values(struct rbi_text *t, const struct about *about)
 
 static void add_finding(struct rbi_check *c, const struct rbi_comparison *what, struct about *about)
 {
+    rbi_assert(about->count > 0 && about->first);
     const bool is_number = isfinite(about->difference.is) || !isfinite(about->difference.was);
     const bool has_none = what->kind == REBATCH_FINDING_CUT && !is_number;
     char values[192];
@@ -66,6 +67,7 @@ static void add_finding(struct rbi_check *c, const struct rbi_comparison *what, 
 static struct rbi_difference difference_of(const struct rbi_comparison *what,
                                            const struct rbi_item *item, size_t i)
 {
+    rbi_assert(i < what->was->count && i < what->is->count);
     return rbi_values_compare(item, what->was->copies[i], what->is->copies[i], 1);
 }
 
@@ -93,6 +95,7 @@ static bool needs_measuring(const struct rbi_check *c, const struct rbi_comparis
 static rebatch_status measure(struct rbi_check *c, const struct rbi_comparison *what)
 {
     rebatch_status status = REBATCH_OK;
+    rbi_assert(what->parts);
     if (!c->is_rounding_measured)
         status = rbi_rounding_measure(c, &c->whole, &c->reference);
     c->is_rounding_measured = true;

@@ -52,6 +52,7 @@ static rebatch_status run_sizes(struct rbi_check *c)
                             rbi_max(c->base / 8, least)};
     size_t before = c->base;
     rebatch_status status = REBATCH_OK;
+    rbi_assert(c->base > 0);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status && rbi_check_has_time(c); i++) {
         const size_t size = rbi_round_size(rbi_session_options(c->rb), sizes[i]);
         if (size == 0 || size >= before)
@@ -72,6 +73,7 @@ static bool add_rest(const struct rbi_check *c, struct rbi_parts *parts, size_t 
         const size_t left = rbi_min(most, batch - first);
         const size_t allowed = rbi_round_size(rbi_session_options(c->rb), left);
         const size_t count = allowed ? allowed : left;
+        rbi_assert(count > 0 && count <= left);
         is_whole = rbi_parts_add(parts, first, count);
         first += count;
     }
@@ -111,12 +113,14 @@ static bool make_shrinking(const struct rbi_check *c, struct rbi_parts *parts, s
     const size_t batch = rbi_session_batch(c->rb);
     const size_t large =
         rbi_round_size(rbi_session_options(c->rb), rbi_min(c->base, batch - least));
+    rbi_assert(large > 0 && large < batch);
     parts->count = 0;
     return rbi_parts_add(parts, 0, large) && add_rest(c, parts, large, c->base);
 }
 
 static void add_followed(struct rbi_text *t, const struct rbi_parts *parts, size_t at)
 {
+    rbi_assert(at + 1 < parts->count);
     rbi_text_add(t, "when a micro-batch of ");
     add_samples(t, parts->list[at].count);
     rbi_text_add(t, " is followed by one of ");

@@ -25,6 +25,7 @@ const char *rbi_finding_name(rebatch_finding_kind kind)
 void rbi_finding_add(rebatch_check_report *report, rebatch_finding_kind kind, const char *name,
                      const char *format, ...)
 {
+    rbi_assert((unsigned)kind < REBATCH_FINDING_COUNT);
     report->mistakes += kinds[kind].is_mistake;
     if (report->finding_count == REBATCH_CHECK_FINDINGS)
         return;

@@ -18,6 +18,7 @@ bool rbi_parts_add(struct rbi_parts *parts, size_t first, size_t count)
         parts->list = list;
         parts->room = room;
     }
+    rbi_assert(count > 0 && parts->count < parts->room);
     parts->list[parts->count++] = (struct rbi_part){first, count};
     return true;
 }
@@ -57,6 +58,7 @@ bool rbi_injection_fails(void *user, size_t bytes)
     injection->place.is_helpers = !pthread_equal(injection->thread, pthread_self());
     if (injection->requests != injection->fails_at)
         return false;
+    rbi_assert(!injection->is_done); /* one request of a run fails */
     injection->is_done = true;
     injection->injected = injection->place;
     injection->injected_bytes = bytes;
@@ -120,6 +122,7 @@ static void callback_ended(void *user, rebatch_status result)
 {
     struct rbi_injection *injection = user;
     rebatch_pool *pool = rebatch_get_pool(injection->rb);
+    rbi_assert(injection->is_running);
     set_running(injection, NULL);
     injection->has_failed = result != REBATCH_OK;
     if (rbi_pool_oom_count(pool) != injection->ooms) {

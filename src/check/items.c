@@ -11,6 +11,7 @@
 static void *made(const struct rbi_items *items, const struct rbi_item *item)
 {
     const struct rbi_stale_list *live = &items->stale->live;
+    rbi_assert(item->made_nth > 0);
     for (size_t i = 0; i < live->count; i++) {
         const struct rbi_stale_block *const block = &live->blocks[i];
         if (block->place.which == RBI_ZERO_GRAD && block->place.number == item->made_nth &&
@@ -49,6 +50,7 @@ rebatch_status rbi_items_add(struct rbi_items *items, const struct rbi_item *ite
         items->list = list;
         items->room = room;
     }
+    rbi_assert(items->count < items->room);
     items->list[items->count++] = *item;
     return REBATCH_OK;
 }
@@ -130,6 +132,7 @@ void rbi_item_add(struct rbi_text *t, const struct rbi_item *item)
 
 rebatch_status rbi_values_open(struct rbi_values *values, const struct rbi_items *items)
 {
+    rbi_assert(values->count <= items->count);
     void *copies =
         rbi_heap_resize(values->copies, rbi_max(items->count, 1), sizeof *values->copies);
     values->copies = copies ? copies : values->copies;
@@ -167,6 +170,7 @@ rebatch_status rbi_check_copy(const rebatch *rb, rebatch_guard_kind kind, void *
 rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items)
 {
     rebatch_status status = REBATCH_OK;
+    rbi_assert(items->count <= values->count);
     for (size_t i = 0; i < items->count && !status; i++) {
         const struct rbi_item *const item = &items->list[i];
         const void *const place = rbi_item_place(items, item);
@@ -181,6 +185,7 @@ rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items
 rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items)
 {
     rebatch_status status = REBATCH_OK;
+    rbi_assert(items->count <= values->count);
     for (size_t i = 0; i < items->count && !status; i++) {
         const struct rbi_item *const item = &items->list[i];
         void *const place = rbi_item_place(items, item);

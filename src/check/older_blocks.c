@@ -26,6 +26,8 @@ static void show(void *user, const struct rbi_view_piece *piece)
     struct walk *walk = user;
     if (piece->state != RBI_VIEW_LIVE || piece->tag == walk->guards || !piece->requested_bytes)
         return;
+    rbi_assert(walk->count == 0 || walk->count > walk->blocks->room ||
+               walk->blocks->list[walk->count - 1].allocation < piece->allocation);
     if (walk->count < walk->blocks->room)
         walk->blocks->list[walk->count] = (struct rbi_old_block){.address = piece->address,
                                                                  .bytes = piece->requested_bytes,
@@ -50,6 +52,7 @@ static void leave_out_names(struct rbi_old_blocks *blocks, const struct rbi_item
     for (size_t i = 0; i < blocks->count; i++)
         if (!rbi_items_are_in(named, blocks->list[i].address, blocks->list[i].bytes))
             blocks->list[kept++] = blocks->list[i];
+    rbi_assert(kept <= blocks->count);
     blocks->count = kept;
 }
 
@@ -201,6 +204,7 @@ rebatch_status rbi_older_add_changed(struct rbi_items *items, const struct rbi_o
                                 .kind = REBATCH_GUARD_DEVICE};
         if (block->is_gone || !block->has_changed)
             continue;
+        rbi_assert(block->bytes > 0);
         if (bytes + block->bytes > MOST_BYTES) {
             *left_out += block->bytes;
             continue;

@@ -131,6 +131,7 @@ static rebatch_status run_range(struct rbi_check *c, size_t size, uint64_t from,
                                 uint64_t most)
 {
     rebatch_status status = REBATCH_OK;
+    rbi_assert(0 < from && from <= to);
     const uint64_t all = to - from + 1;
     most = most < all ? most : all;
     for (uint64_t i = 0; i < most && !status && rbi_check_has_time(c); i++)
@@ -148,6 +149,7 @@ static rebatch_status run_last(struct rbi_check *c)
     rebatch_status status = rbi_check_run(c, size, 0, &ran);
     const uint64_t all = c->injection.requests, last = c->injection.place.number;
     const rebatch_status undone = rbi_check_undo(c);
+    rbi_assert(status || last <= all);
     if (status || undone) /* it is said already */
         return rbi_check_is_fatal(status) ? status : undone;
     return last ? run_range(c, size, all - last + 1, all, c->options.most_ooms / 4 + 1)

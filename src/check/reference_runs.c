@@ -26,6 +26,7 @@ static rebatch_status try_size(struct rbi_check *c, size_t *next, bool *is_there
         status = rbi_items_add_made(&c->items);
     c->report->allocations = c->injection.requests;
     const size_t count = c->items.count;
+    rbi_assert(c->before.count <= count);
     c->items.count = c->before.count; /* of the others there are no values yet */
     const rebatch_status undone = rbi_check_undo(c);
     c->items.count = count;
@@ -43,6 +44,7 @@ static rebatch_status find_base(struct rbi_check *c, size_t batch, bool *is_ther
 {
     c->base = batch;
     for (size_t next;; c->base = next) {
+        rbi_assert(c->base > 0 && c->base <= batch);
         const rebatch_status status = try_size(c, &next, is_there);
         if (status == REBATCH_E_EXHAUSTED && c->injection.was_swallowed)
             rbi_finding_add_block(c->report, REBATCH_FINDING_SWALLOWED, "", &c->injection.swallowed,
@@ -188,6 +190,7 @@ static rebatch_status run_reference(struct rbi_check *c, uint64_t left_out, bool
     if (!status)
         status = rbi_values_read(&c->reference, &c->items);
     if (*is_there && !status) {
+        rbi_assert(c->reference.count == c->items.count);
         find_missing(c);
         choose_items(c);
         rbi_rounding_note_sizes(c);

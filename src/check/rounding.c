@@ -145,6 +145,7 @@ static void learn(const struct rbi_check *c, struct rbi_item *item, const char *
                   size_t factor)
 {
     const struct rbi_noise *const most = &item->noise_uncut;
+    rbi_assert(factor > 1);
     const double whole = rbi_values_growth(item, was, is) * (double)factor;
     const bool is_little = item->size <= SMALL * c->typical_size;
     if ((!is_little && !(fabs(whole) < MOST_GROWTH)) || fabs(whole - (double)factor) < 0.1)

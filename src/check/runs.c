@@ -15,6 +15,7 @@ static rebatch_status end_run(struct rbi_check *c, rebatch_status status, struct
 
 rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at, size_t *ran)
 {
+    rbi_assert(size > 0);
     c->report->runs++;
     rbi_injection_begin(&c->injection, fails_at);
     const rebatch_status status = end_run(c, rbi_drill_run(c->rb, size, ran), &c->now);
@@ -26,6 +27,7 @@ rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at
 rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t batch,
                                    struct rbi_values *into)
 {
+    rbi_assert(parts->count > 0 && batch > 0);
     c->report->runs++;
     rbi_injection_begin(&c->injection, 0);
     return end_run(c, rbi_drill_run_parts(c->rb, parts->list, parts->count, batch), into);
@@ -35,6 +37,7 @@ rebatch_status rbi_check_run_repeated(struct rbi_check *c, size_t times)
 {
     struct rbi_parts parts = {NULL, 0, 0};
     bool is_made = true;
+    rbi_assert(times > 0 && c->whole.count > 0);
     for (size_t i = 0; i < times * c->whole.count && is_made; i++) {
         const struct rbi_part *const part = &c->whole.list[i % c->whole.count];
         is_made = rbi_parts_add(&parts, part->first, part->count);
@@ -107,6 +110,7 @@ bool rbi_check_is_fatal(rebatch_status status)
 
 rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status)
 {
+    rbi_assert(status != REBATCH_OK);
     if (rbi_check_is_fatal(status))
         return status;
     if (!rbi_finding_has(c->report, REBATCH_FINDING_FAILED)) /* others have the same cause */

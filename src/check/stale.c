@@ -19,11 +19,13 @@ static void add(struct rbi_stale_list *list, const struct rbi_stale_block *block
         list->blocks = blocks;
         list->room = room;
     }
+    rbi_assert(list->count < list->room);
     list->blocks[list->count++] = *block;
 }
 
 static void remove_at(struct rbi_stale_list *list, size_t i)
 {
+    rbi_assert(i < list->count);
     list->blocks[i] = list->blocks[--list->count];
 }
 
@@ -155,6 +157,7 @@ void rbi_stale_take_back(struct rbi_stale *stale, bool is_all)
         add(&stale->gone, &block);
         add(&stale->lost, &block);
     }
+    rbi_assert(from <= stale->gone.count);
     find_cached(stale, &stale->gone, from);
     for (size_t i = stale->gone.count; i-- > from;) {
         struct rbi_stale_block *const block = &stale->gone.blocks[i];

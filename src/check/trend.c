@@ -53,6 +53,7 @@ rebatch_status rbi_trend_add(struct rbi_check *c, const struct rbi_parts *parts)
         return REBATCH_OK;
     if (!make(trend, &c->items))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    rbi_assert(trend->count == c->items.count);
     const double more = (double)(parts->count - c->whole.count);
     for (size_t i = 0; i < trend->count; i++)
         trend->list[i].squares +=
@@ -82,6 +83,7 @@ static double least_of(rebatch_number number)
 
 static double most_rest(const struct rbi_check *c, size_t numbers)
 {
+    rbi_assert(c->trend.cuts > 1);
     const size_t most = ROUNDINGS_A_SAMPLE * rbi_session_batch(c->rb);
     const double freedom = (double)rbi_min(numbers, most) * (double)(c->trend.cuts - 1);
     return fmin(MOST_REST, pow(CHANCE, 2 / freedom));

@@ -50,6 +50,7 @@ static rebatch_status run_steps(struct rbi_check *c, struct given *given, uint64
     struct rbi_injection *const injection = &c->injection;
     rebatch_status status = rbi_check_run(c, c->base, 0, &ran);
     const uint64_t before = injection->requests;
+    rbi_assert(!injection->is_done);
     if (nth)
         injection->fails_at = before + nth;
     if (!status)
@@ -76,6 +77,7 @@ static void run_copy(struct update *u, uint64_t nth)
         rbi_text_add(&t, "%s", rebatch_last_error());
     for (size_t i = 0; i < c->items.count; to += c->items.list[i++].bytes)
         memcpy(to, c->now.copies[i], c->items.list[i].bytes);
+    rbi_assert(to == (char *)u->given + u->given_bytes);
     given->report = *c->report;
     given->has_ended = true;
     (void)raise(SIGKILL); /* and nothing else of the program's */
@@ -246,6 +248,7 @@ static rebatch_status run_all(struct update *u)
         if (c->report->mistakes || c->report->not_looked_at || !rbi_check_has_time(c))
             break;
         const uint64_t nth = 1 + (most > 1 ? i * (all - 1) / (most - 1) : 0);
+        rbi_assert(nth <= all);
         bool has_values;
         status = run(u, nth, &has_values);
         c->report->update_ooms += u->given->has_failed;

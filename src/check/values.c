@@ -34,6 +34,7 @@ static double half_value(uint16_t bits)
 
 static double value_at(const struct rbi_item *item, const char *values, size_t at)
 {
+    rbi_assert(at < item->bytes / bytes_of(item->number));
     const char *from = values + at * bytes_of(item->number);
     double f64;
     float f32;
