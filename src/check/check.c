@@ -17,7 +17,7 @@ static void was_cleared(void *user)
         (void)rbi_values_read(&c->other, &c->items);
 }
 
-/* One that works in every callback works for it; what comes and goes beside them does not. */
+/* A thread that allocates and frees in at least nine of ten callbacks works for them. */
 static void find_helper(struct rbi_check *c)
 {
     if (c->stale.helped == 0 || c->stale.helped * 10 < c->injection.succeeded * 9)

@@ -1,6 +1,5 @@
-/* What the files of this folder give each other: what is compared, how it differs, where the
- * drill's requests fail, and what is found.
- * Must not know the session's struct. */
+/* The structs and functions that the files of this folder share: what is compared, how it differs,
+ * which requests fail, and what is found. Must not know the session's struct. */
 #ifndef RBI_CHECK_H
 #define RBI_CHECK_H
 
@@ -327,7 +326,7 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
 rebatch_status rbi_check_run_repeated(struct rbi_check *c, size_t times);
 /* Takes back what the run did: with or without what is watched. */
 rebatch_status rbi_check_take_back(struct rbi_check *c);
-/* So many micro-batches show what each of them leaves allocated. */
+/* The micro-batches that a run needs to show a leak. */
 #define RBI_CHECK_FOR_LEAKS 4
 rebatch_status rbi_check_undo(struct rbi_check *c);
 /* Says who has written to memory that was taken back. */

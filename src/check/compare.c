@@ -71,7 +71,7 @@ static struct rbi_difference difference_of(const struct rbi_comparison *what,
     return rbi_values_compare(item, what->was->copies[i], what->is->copies[i], 1);
 }
 
-/* Nothing that is compared later would tell more of what is settled. */
+/* An item with a finding is settled: no later comparison would add to it. */
 static bool is_asked(const struct rbi_comparison *what, const struct rbi_item *item)
 {
     const bool is_state = !item->is_compared && !item->has_name;

@@ -12,8 +12,8 @@ static void add_samples(struct rbi_text *t, size_t count)
     rbi_text_add(t, "%zu sample%s", count, count == 1 ? "" : "s");
 }
 
-/* The micro-batches that have just run are measured on their own. What depends on one cut depends
- * on others. */
+/* Compares the run of these micro-batches with the first run. One finding is enough: a result that
+ * depends on one cut depends on others. */
 static rebatch_status compare_cut(struct rbi_check *c, rebatch_finding_kind kind, const char *when,
                                   const char *advice, const struct rbi_parts *parts)
 {
@@ -82,7 +82,7 @@ static bool add_rest(const struct rbi_check *c, struct rbi_parts *parts, size_t 
 
 /* ---- the samples over again, until there are enough micro-batches ---- */
 
-/* What each micro-batch leaves shows in so many (rbi_check_undo()). */
+/* A leak shows in RBI_CHECK_FOR_LEAKS micro-batches (rbi_check_undo()). */
 static rebatch_status run_over_again(struct rbi_check *c, struct rbi_parts *parts)
 {
     const size_t batch = rbi_session_batch(c->rb);
@@ -107,7 +107,7 @@ static bool make_growing(const struct rbi_check *c, struct rbi_parts *parts, siz
     return rbi_parts_add(parts, 0, least) && add_rest(c, parts, least, c->base);
 }
 
-/* The same number at the end; of the largest ones before it, the first may have to be smaller. */
+/* Ends with the smallest; the first of the large ones may have to be smaller. */
 static bool make_shrinking(const struct rbi_check *c, struct rbi_parts *parts, size_t least)
 {
     const size_t batch = rbi_session_batch(c->rb);
@@ -127,7 +127,7 @@ static void add_followed(struct rbi_text *t, const struct rbi_parts *parts, size
     add_samples(t, parts->list[at + 1].count);
 }
 
-/* What the large one finds in new memory. */
+/* What new memory is filled with. */
 static uint8_t fill_of(const struct rbi_check *c)
 {
     return rbi_finding_has(c->report, REBATCH_FINDING_UNINITIALIZED) ? 0 : RBI_NO_NUMBER;
@@ -149,7 +149,7 @@ static void find_overrun(struct rbi_check *c, const char *when, uint8_t fill)
                           block.bytes, after);
 }
 
-/* The micro-batches from `at` on make the difference. */
+/* `at`: the micro-batch that is followed by one of another size. */
 static rebatch_status run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t at,
                                 bool is_growing)
 {
@@ -175,7 +175,7 @@ static rebatch_status run_parts(struct rbi_check *c, const struct rbi_parts *par
                              parts);
 }
 
-/* What shows in both orders is not about the order. */
+/* Both orders, the smallest last and first. */
 static rebatch_status run_changes(struct rbi_check *c, struct rbi_parts *parts)
 {
     const size_t batch = rbi_session_batch(c->rb);
@@ -247,7 +247,7 @@ static void find_trend(struct rbi_check *c)
     if (!found)
         return;
     c->is_cut_wrong = true;
-    c->rounding_of[0] = '\0'; /* it may have been that term */
+    c->rounding_of[0] = '\0'; /* the note may be about this term */
     rbi_finding_add(c->report, REBATCH_FINDING_CUT, first->name,
                     "%s grow%s with the number of micro-batches: with each one more, element %zu "
                     "gains %.3g, %.1e of the largest; a term that no sample has, such as weight "
@@ -273,7 +273,7 @@ rebatch_status rbi_cuts_run(struct rbi_check *c)
 
 /* ---- the samples twice ---- */
 
-/* One note for all names. What is guarded is a state, not a sum over the batch. */
+/* One note for all. Guarded memory is state, not a sum over the batch. */
 static void note_weights(struct rbi_check *c)
 {
     char names[160];

@@ -18,7 +18,7 @@ void rbi_fill_pad(struct rbi_check *c, uint8_t allocated)
     set(c, 0, allocated, true);
 }
 
-/* Freed and new memory has been 0 until here. */
+/* In all runs before these, freed and new memory is 0. */
 rebatch_status rbi_fill_run(struct rbi_check *c)
 {
     static const struct {

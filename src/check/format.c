@@ -4,7 +4,7 @@
 
 #include "check/check.h"
 
-/* So wide is a line. */
+/* The width of a line. */
 #define COLUMNS 100
 #define INDENT 16
 

@@ -73,7 +73,7 @@ static bool has_injected(const void *user)
            rbi_pool_oom_count(rebatch_get_pool(injection->rb)) == injection->ooms_at_injection;
 }
 
-/* Other threads that allocate look at this, with the pool's lock. NULL: no callback runs. */
+/* With the pool's lock, as other threads that allocate read this. NULL: no callback runs. */
 static void set_running(struct rbi_injection *injection, const struct rbi_place *place)
 {
     rebatch_pool *pool = rebatch_get_pool(injection->rb);

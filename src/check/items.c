@@ -1,4 +1,4 @@
-/* Owns the list of what is compared, where each of it is, and copies of it.
+/* Owns the list of what is compared, where each item is, and copies of their values.
  * Must not know why they were made. */
 #include <inttypes.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 
 /* ---- where it is ---- */
 
-/* What zero_grad allocated in the run. */
+/* The block that zero_grad allocated in the run. */
 static void *made(const struct rbi_items *items, const struct rbi_item *item)
 {
     const struct rbi_stale_list *live = &items->stale->live;
@@ -21,7 +21,7 @@ static void *made(const struct rbi_items *items, const struct rbi_item *item)
     return NULL;
 }
 
-/* A pointer that nobody has restored is none, nor is one to a block that was freed for good. */
+/* A pointer counts only if it points to a block in use that is large enough. */
 void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item)
 {
     if (item->made_nth)

@@ -1,5 +1,5 @@
-/* Owns the blocks of the pool that are older than the step: which of them a run changes.
- * Must not know what that means. */
+/* Owns the list of the pool's blocks that are older than the step, and which of them a run changes.
+ * Must not know what a change means. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -7,9 +7,9 @@
 #include "device/device.h"
 #include "pool/view.h"
 
-/* So much is read at a time. */
+/* Contents are read in chunks of this size. */
 #define CHUNK_BYTES ((size_t)1 << 20)
-/* So much of what has no name is compared: it is copied to host memory. */
+/* Blocks without a name are compared up to this total: they are copied to host memory. */
 #define MOST_BYTES ((uint64_t)1 << 30)
 
 /* ---- the list ---- */
@@ -131,7 +131,7 @@ struct look {
     size_t at;
 };
 
-/* Both go by the number of the allocation. Runs with the pool's lock held. */
+/* Both lists are in the order of allocation. Runs with the pool's lock held. */
 static void mark_there(void *user, const struct rbi_view_piece *piece)
 {
     struct look *look = user;

@@ -52,8 +52,8 @@ static bool holds_no_number(const struct rbi_check *c, const struct rbi_values *
     return false;
 }
 
-/* The same micro-batches without an OOM: *was are their values. Any difference is the failed
- * attempt's doing then, and neither the cut's nor rounding. *was is NULL when it cannot run. */
+/* *was: the values of the same micro-batches without an OOM, so that any difference is caused by
+ * the failed attempt, not by the cut or by rounding. NULL when they cannot run. */
 static rebatch_status replay(struct rbi_check *c, const struct rbi_values **was)
 {
     const struct rbi_parts *const parts = &c->ran;
@@ -79,7 +79,7 @@ static rebatch_status judge(struct rbi_check *c, const char *when, bool was_swal
     const struct rbi_values *was;
     rebatch_status status = replay(c, &was);
     if (status || !was || rbi_finding_has(c->report, REBATCH_FINDING_STALE))
-        return status; /* who writes to memory that was taken back has these results */
+        return status; /* writes to freed memory explain any difference */
     const uint32_t mistakes = c->report->mistakes;
     const char *const advice =
         was_swallowed ? "return the status of the allocation"
@@ -150,7 +150,7 @@ static rebatch_status run_last(struct rbi_check *c)
     const uint64_t all = c->injection.requests, last = c->injection.place.number;
     const rebatch_status undone = rbi_check_undo(c);
     rbi_assert(status || last <= all);
-    if (status || undone) /* it is said already */
+    if (status || undone) /* the runs of cuts.c reported it */
         return rbi_check_is_fatal(status) ? status : undone;
     return last ? run_range(c, size, all - last + 1, all, c->options.most_ooms / 4 + 1)
                 : REBATCH_OK;

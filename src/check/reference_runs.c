@@ -1,6 +1,5 @@
-/* Owns the first runs of a check: the largest size that fits, what there is to compare, and whether
- * it comes out the same again.
- * Must not know what other runs there are. */
+/* Owns the runs that all others are compared with: the largest size that fits, what is compared,
+ * and whether the results repeat. Must not know what other runs there are. */
 #include <string.h>
 
 #include "check/check.h"
@@ -27,7 +26,7 @@ static rebatch_status try_size(struct rbi_check *c, size_t *next, bool *is_there
     c->report->allocations = c->injection.requests;
     const size_t count = c->items.count;
     rbi_assert(c->before.count <= count);
-    c->items.count = c->before.count; /* of the others there are no values yet */
+    c->items.count = c->before.count; /* new items have no values yet */
     const rebatch_status undone = rbi_check_undo(c);
     c->items.count = count;
     if (status || undone)
@@ -62,8 +61,8 @@ static rebatch_status find_base(struct rbi_check *c, size_t batch, bool *is_ther
 
 /* ---- what there is to compare ---- */
 
-/* What has no name is a result if zero_grad clears it, or makes it; else it may be scratch memory.
- * c->other is how zero_grad left it. */
+/* A block without a name is a result if zero_grad clears or allocates it; else it may be scratch
+ * memory. c->other has the values after zero_grad. */
 static void choose_items(struct rbi_check *c)
 {
     for (size_t i = 0; i < c->items.count; i++) {
@@ -92,7 +91,7 @@ static bool is_written(const struct rbi_check *c, const struct rbi_values *after
     return false;
 }
 
-/* Dropout may have dropped all of a small batch, and does not of so many. */
+/* Dropout may drop all of a small batch, but not in each of so many rounds. */
 #define ROUNDS 64
 
 static rebatch_status find_unwritten(struct rbi_check *c)
@@ -114,7 +113,7 @@ static rebatch_status find_unwritten(struct rbi_check *c)
     return rbi_check_undo(c);
 }
 
-/* A variable that holds no pointer, of memory that was to be there. */
+/* A watched variable that holds no pointer to memory of the pool. */
 static void find_missing(struct rbi_check *c)
 {
     for (size_t i = 0; i < c->items.count; i++) {
@@ -167,7 +166,7 @@ static const char *const not_repeatable_advice =
     "guard or watch what changes in between, such as RNG state or a pointer, or make the "
     "arithmetic deterministic";
 
-/* With the run before it, where only names were read. */
+/* With the run before the first, which has values of names only. */
 static rebatch_status compare_with_names(struct rbi_check *c)
 {
     for (size_t i = 0; i < c->items.count; i++)
@@ -241,7 +240,7 @@ rebatch_status rbi_reference_run_again(struct rbi_check *c)
     rebatch_status status = rbi_check_run(c, c->base, 0, &ran);
     if (!status)
         status = rbi_compare(c, &what);
-    /* As when a batch runs again: what is not guarded stays. */
+    /* As when a batch runs again: state without a guard stays changed. */
     const rebatch_status undone = rbi_check_take_back(c);
     if (!status)
         status = undone;
@@ -256,7 +255,7 @@ rebatch_status rbi_reference_run_again(struct rbi_check *c)
         status = rbi_compare(c, &what);
     }
     if (rbi_finding_has(c->report, REBATCH_FINDING_CHANGED))
-        settle_all(c); /* by which all results may be others */
+        settle_all(c); /* it explains differences of all results */
     if (!status) {
         what.kind = REBATCH_FINDING_NOT_CLEARED;
         what.verb = NULL;

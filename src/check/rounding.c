@@ -1,27 +1,26 @@
-/* Owns what counts as rounding: how far a program's own results move when its numbers are rounded
- * differently, which is measured.
+/* Owns what counts as rounding, and its measuring: docs/check.md, "Rounding", has the rules.
  * Must not know what is said of it. */
 #include <math.h>
 
 #include "check/check.h"
 
-/* A mistake is that many times as large as rounding. */
+/* A difference of up to this many times the measured rounding is rounding. */
 #define FAR 8
-/* The most that may be rounding where it could not be measured. */
+/* The bound where rounding could not be measured. */
 #define MOST_UNMEASURED 0.02
 
-/* So large a difference is not that of a few samples, of which so large a share of the numbers may
- * be: with float, and with less than float. */
+/* A few outliers are rounding: at most FEW of the numbers (FEW_NARROW below float), each off by
+ * less than GROSS. */
 #define GROSS 0.1
 #define FEW 0.02
 #define FEW_NARROW 0.5
-/* Of a difference that is spread over all numbers, 0.53 and more are larger than half of the root
- * of its mean square; of that of a few activations, 0.39 and less. */
+/* The share of numbers that differ by more than half of the root mean square: 0.53 and more if the
+ * difference is spread over all numbers, 0.39 and less if it comes from a few activations. */
 #define SPREAD 0.46
-/* So much smaller than most results, a result is nothing but rounding. */
+/* A result this much smaller than most is nothing but rounding. */
 #define TINY 1e-4
 
-/* So small a difference is of no account, whatever made it. */
+/* A difference up to this never counts. */
 static double floor_of(rebatch_number number)
 {
     return number == REBATCH_F16 || number == REBATCH_BF16 ? 0.01 : 1e-4;
@@ -55,9 +54,9 @@ enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_
     return is_small(item, difference) ? RBI_ROUNDING : RBI_WRONG;
 }
 
-/* Whether so few numbers differ by more than rounding that it may be that of a few activations: one
- * that is close to 0 is on the one side of a ReLU or on the other, and a sample's part of some
- * gradients is there or not. A mistake changes many numbers, or some by more than that. */
+/* Whether few numbers differ by more than rounding. An activation close to 0 may be on either side
+ * of a ReLU, which adds or removes one sample's part of some gradients. A mistake changes many
+ * numbers, or some by more. */
 static bool are_few(const struct rbi_check *c, const struct rbi_item *item,
                     const struct rbi_difference *difference, const char *was, const char *is)
 {
@@ -119,19 +118,20 @@ void rbi_rounding_note_sizes(struct rbi_check *c)
 
 /* ---- measuring ---- */
 
-/* A batch that is 3, 5 or 7 times as large divides each sample's weight by that number. All that
- * follows from the weight is then rounded at other places, and the sum is a 3rd, 5th or 7th but for
- * that: whatever the mistakes are that depend on the cut, since the cut is the same. */
+/* A batch that is 3, 5 or 7 times as large divides each sample's weight by that number. Sums are
+ * then a 3rd, 5th or 7th but for rounding, which happens at other places. The cut is the same, so
+ * mistakes that depend on the cut do not show here. */
 static const size_t factors[] = {3, 5, 7};
 
-/* What does not go by the batch stays as it was; what is nothing but rounding has no factor. */
+/* A result that grows by more does not follow the batch's size. */
 #define MOST_GROWTH 1.35
-/* The gradient of a bias before a normalization is small, and nothing but rounding: it is as far
- * off as this. What is not, is known better than MOST_NOISE. */
+/* A result at most SMALL as large as most, with an error of at least NOTHING_BUT of its value, is
+ * nothing but rounding: the gradient of a bias before a normalization. Others are off by at most
+ * MOST_NOISE. */
 #define SMALL 0.03
 #define NOTHING_BUT 0.5
 #define MOST_NOISE 0.0125
-/* In more micro-batches rounding is more, but not by far. */
+/* More micro-batches round more, up to this many times as much. */
 #define MOST_BY_CUTTING 16
 
 static bool is_nothing_but(const struct rbi_check *c, const struct rbi_item *item,
@@ -150,7 +150,7 @@ static void learn(const struct rbi_check *c, struct rbi_item *item, const char *
     const bool is_little = item->size <= SMALL * c->typical_size;
     if ((!is_little && !(fabs(whole) < MOST_GROWTH)) || fabs(whole - (double)factor) < 0.1)
         return;
-    const double expected = is_little ? 1 : whole; /* of few numbers that are noise, any factor */
+    const double expected = is_little ? 1 : whole; /* the growth of noise means nothing */
     const struct rbi_difference difference =
         rbi_values_compare(item, was, is, expected / (double)factor);
     struct rbi_noise noise = {true, difference.largest * fabs(expected),
@@ -170,7 +170,7 @@ static void learn(const struct rbi_check *c, struct rbi_item *item, const char *
     item->noise.rms = fmax(item->noise.rms, noise.rms);
 }
 
-/* What is nothing but rounding tells nothing of others. */
+/* A result that is nothing but rounding says nothing about others. */
 static bool is_shared(const struct rbi_noise *noise)
 {
     return noise->is_measured && noise->largest <= MOST_NOISE;
@@ -201,7 +201,8 @@ static double median(const struct rbi_items *items, bool is_rms)
     return found;
 }
 
-/* What has few numbers, or is of the forward pass alone, such as a loss, shows too little. */
+/* Results of few numbers, and of the forward pass alone such as a loss, show too little: each has
+ * at least the median. */
 static void share(struct rbi_items *items)
 {
     bool is_any = false;
@@ -240,7 +241,7 @@ rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts 
         if (rbi_check_is_fatal(status) || undone)
             return undone ? undone : status;
         if (status)
-            break; /* it cannot be measured so */
+            break; /* the program does not run so */
     }
     share(&c->items);
     for (size_t i = 0; i < c->items.count && parts == &c->whole; i++)

@@ -1,10 +1,10 @@
-/* Owns what runs allocate, and what becomes of it: who writes to memory that was taken back keeps a
- * pointer across attempts. Must not know what else is compared. */
+/* Owns the list of what runs allocate. A write to memory that was taken back shows a pointer that
+ * is kept across attempts. Must not know what else is compared. */
 #include "check/check.h"
 #include "device/device.h"
 #include "pool/view.h"
 
-/* So much of a block is looked at. */
+/* The part of a block that is looked at. */
 #define LOOKED_AT_BYTES 4096
 
 /* ---- what was allocated ---- */
@@ -15,7 +15,7 @@ static void add(struct rbi_stale_list *list, const struct rbi_stale_block *block
         const size_t room = list->room ? 2 * list->room : 256;
         void *blocks = rbi_heap_resize(list->blocks, room, sizeof *list->blocks);
         if (!blocks)
-            return; /* what is not on the list is not looked at */
+            return; /* the block is not looked at */
         list->blocks = blocks;
         list->room = room;
     }
@@ -41,8 +41,8 @@ static void forget(struct rbi_stale_list *list, const void *address)
             remove_at(list, i);
 }
 
-/* A thread beside the callback's, which has not joined, does not allocate for the callback as far
- * as is known, and its memory is not taken back. */
+/* Whether the calling thread is neither the callback's nor one that has joined: its memory is not
+ * taken back. */
 static bool is_beside(const struct rbi_stale *stale)
 {
     return stale->injection->is_running &&
@@ -50,7 +50,7 @@ static bool is_beside(const struct rbi_stale *stale)
            !rbi_pool_thread_has_joined(rebatch_get_pool(stale->injection->rb));
 }
 
-/* What it frees before the callback ends was allocated for the callback. */
+/* A block that such a thread frees in the callback in which it was allocated was for it. */
 static void free_beside(struct rbi_stale *stale, const void *address)
 {
     for (size_t i = stale->beside.count; i-- > 0;) {
@@ -72,7 +72,7 @@ static void on_call(void *user, enum rbi_pool_call call, const void *address, si
     struct rbi_stale *stale = user;
     (void)stream;
     if (call == RBI_POOL_ALLOC && bytes) {
-        size_t whole = bytes; /* of which all is filled */
+        size_t whole = bytes; /* with padding, which is filled too */
         (void)rbi_pool_check_size(&whole, rebatch_get_pool(stale->injection->rb), bytes + 1);
         for (size_t i = stale->gone.count; i-- > 0;)
             if (overlap(&stale->gone.blocks[i], address, whole))
@@ -107,8 +107,8 @@ static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
     return true;
 }
 
-/* Whether the pool's memory is where it was: else what was taken back may be mapped elsewhere, or
- * nowhere. */
+/* Whether the pool's memory has not moved since: otherwise addresses may be mapped elsewhere, or
+ * not at all. */
 static bool is_settled(struct rbi_stale *stale)
 {
     rebatch_pool_stats stats;

@@ -12,8 +12,8 @@
 #include "check/check.h"
 #include "device/device.h"
 
-/* A copy has the thread that makes it alone, and does not end if it waits for another. It has the
- * time that all runs have taken so far, and this. */
+/* A copy has one thread, and hangs if it waits for another. It may take as long as all runs so far,
+ * and this. */
 #define MOST_SECONDS 10
 
 /* What a copy of the process gives. */
@@ -80,7 +80,7 @@ static void run_copy(struct update *u, uint64_t nth)
     rbi_assert(to == (char *)u->given + u->given_bytes);
     given->report = *c->report;
     given->has_ended = true;
-    (void)raise(SIGKILL); /* and nothing else of the program's */
+    (void)raise(SIGKILL); /* no atexit function of the program runs */
 }
 
 /* ---- copies of the process ---- */
@@ -183,7 +183,7 @@ static rebatch_status run(struct update *u, uint64_t nth, bool *is_there)
 
 /* ---- what is run ---- */
 
-/* It has repeated to the bit, so any bit that differs is a failed attempt's doing. */
+/* The results repeat to the bit, so any difference is caused by the failed attempt. */
 static rebatch_status compare(const struct update *u, uint64_t nth)
 {
     char when[256];
@@ -212,7 +212,7 @@ static rebatch_status compare(const struct update *u, uint64_t nth)
     return rbi_compare(u->c, &what);
 }
 
-/* From the same state without an OOM: what all others are compared with. */
+/* Without an OOM, twice: the results that all others are compared with. */
 static rebatch_status run_without(struct update *u, bool *is_there)
 {
     struct rbi_check *const c = u->c;

@@ -1,5 +1,5 @@
-/* Owns what a search knows of sizes, and which size it runs next.
- * Must not know how a trial runs. */
+/* Owns what a search knows of sizes, and which size it runs next: the rules are a table in
+ * docs/probe.md, "How sizes are fitted". Must not know how a trial runs. */
 #include "probe/probe.h"
 
 /* ---- the model of what was seen ---- */
@@ -94,8 +94,8 @@ size_t rbi_search_ran_below(const struct rbi_search *s, size_t count)
 
 /* ---- rules ---- */
 
-/* At an odd distance from what ran before, and no multiple of four, sizes and samples that were
- * rounded up to powers of two show that they were. */
+/* Rounding to powers of two shows only at sizes that are not multiples of them: the next size is at
+ * an odd distance from the last, and no multiple of four. */
 static size_t tell_apart(size_t count, size_t before)
 {
     while (count > before + 1 && ((count - before) % 2 == 0 || count % 4 == 0))
@@ -103,9 +103,9 @@ static size_t tell_apart(size_t count, size_t before)
     return count;
 }
 
-/* After the first trial. What was found before is the best guess; where it is the size that has
- * just run, only a larger one that fits for certain is better. A size in proportion to what there
- * is fits for certain. */
+/* After the first trial: the saved size if there is one, else the largest that fits if every
+ * allocation is proportional, which is safe. If the saved size has just run, only a larger safe
+ * size is tried. */
 static rebatch_status choose_second(size_t *out, struct rbi_search *s)
 {
     size_t safe;
@@ -123,8 +123,8 @@ static rebatch_status choose_second(size_t *out, struct rbi_search *s)
     return status;
 }
 
-/* One more than a power of two begins a tile anew, whatever power of two the tile is: what is in
- * tiles is seen there, up to two thirds of the way. */
+/* One more than a power of two, at most two thirds of the predicted size: a new tile begins there,
+ * whatever power of two tiles have. */
 static size_t above_tiles(size_t predicted)
 {
     size_t power = 1;
@@ -133,7 +133,8 @@ static size_t above_tiles(size_t predicted)
     return power + 1;
 }
 
-/* What is not certain is not believed so much further than what ran. */
+/* With two sizes and a rough model, a prediction of more than FAR times the larger size is not
+ * tried: a size that shows tiles is, or a FAR_ROUGH-th of the prediction. */
 #define FAR 4
 #define FAR_ROUGH 2
 #define LEAST_TELLING 5
@@ -149,13 +150,13 @@ static size_t not_too_far(const struct rbi_search *s, size_t predicted)
                                           : tell_apart(predicted / FAR_ROUGH, s->fits));
 }
 
-/* Wrong once: where the model is not certain it was wrong by more than the last sample. Twice: it
- * does not hold, and between what ran and what did not the middle is the best guess. */
+/* The next size after an OOM that no drawn model explains. After one, a rough model is off by more
+ * than a sample: an eighth of the gap is left. After two the model is wrong: the middle. */
 static size_t after_oom(const struct rbi_search *s, size_t predicted)
 {
     rbi_assert(s->fits < s->fails);
     const size_t gap = s->fails - s->fits;
-    if (s->whole_count == 1) /* a second size tells more than the first again */
+    if (s->whole_count == 1) /* a model needs a second size */
         return rbi_search_allowed_near(s,
                                        tell_apart(rbi_min(predicted, s->fits + gap / 2), s->fits));
     if (s->report.ooms >= 2)
@@ -165,8 +166,8 @@ static size_t after_oom(const struct rbi_search *s, size_t predicted)
                : predicted;
 }
 
-/* Whether the largest that ran has shown that it also runs in a step. Where a micro-batch frees
- * what the one before has left, and steps have several of the size, it must have followed one. */
+/* Whether the largest size has run as it will in a step. If a micro-batch frees what the one before
+ * left, and a step has several of this size, it must have run behind one of its own size. */
 static bool is_verified(const struct rbi_search *s)
 {
     rbi_assert(s->fits > 0);
@@ -218,19 +219,19 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
     if (status)
         return status;
     s->predicted_bytes = trial.peak_bytes; /* 0: not known yet */
-    /* What others take more than they have must not find it in the cache: while they make it anew
-     * it needs room beside what it was. */
+    /* Memory outside the pool that grows needs room for the old and the new allocation, which the
+     * cache may hold. */
     const bool is_outside_growing = s->whole_count > 1 && s->model.outside.rise > 0;
     if (s->whole_count > 1 && (trial.needs_trim || is_outside_growing))
         status = rebatch_pool_trim(s->setting.pool, 0, NULL);
     if (status || !trial.is_admitted || !s->is_model_made)
         return status;
-    /* At once, in a few large chunks: what is missing then is made as it is asked for. */
+    /* Taken at once it is in a few large chunks. What cannot be had then is taken on request. */
     status = rbi_pool_admit(s->setting.pool, rbi_model_need(&s->model, count), s->setting.stream);
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
-/* Where a size fits only after a smaller one than ran last, that one is next. */
+/* If the size fits only after a smaller one, the smaller one is next. */
 static rebatch_status begin_small(size_t *size, struct rbi_search *s)
 {
     struct rbi_forecast whole;
@@ -247,8 +248,8 @@ static size_t microbatches_of(size_t samples, size_t size)
     return (samples - 1) / size + 1;
 }
 
-/* A size that is to run for the first time, or what is enough of it; 0: what ran is, as no more
- * micro-batches than these are saved. Another one costs little beside taking memory. */
+/* The smallest size that needs as few micro-batches for the samples that are left; 0: the largest
+ * that ran needs at most FEW more, which costs less than taking memory for another size. */
 #define FEW 2
 static size_t enough_of(const struct rbi_search *s, size_t size)
 {

@@ -1,14 +1,15 @@
-/* Owns how certain a predicted size is: what whole models say that explain what was seen, and which
- * size is tried for it. Must not know how a trial runs. */
+/* Owns how certain a predicted size is: models are drawn that explain what ran, and the next size
+ * is chosen by how many accept it (docs/probe.md, "Models that are drawn"). Must not know how a
+ * trial runs. */
 #include <stdlib.h>
 
 #include "probe/probe.h"
 
-/* Models that are drawn, and kept. */
+/* Models that are drawn at most, and that are kept. */
 #define DRAWS 96
 #define KEPT 32
 
-/* The largest sizes that the models say, sorted; 0: none above what ran. */
+/* The largest size that fits by each model, sorted; 0: none above what ran. */
 struct sizes {
     size_t at[KEPT];
     size_t count;
@@ -21,7 +22,7 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* A model by which a size fits that did not run is refuted, and not kept. */
+/* A model by which a size fits that failed is wrong, and is dropped. */
 static rebatch_status draw(struct sizes *sizes, struct rbi_search *s, size_t near)
 {
     const size_t least = s->fits + 1, most = rbi_min(s->most, s->fails);
@@ -41,7 +42,7 @@ static rebatch_status draw(struct sizes *sizes, struct rbi_search *s, size_t nea
     return status;
 }
 
-/* The one that most models say, the smaller of two, and how many do. */
+/* The size that most models give, the smaller one of two, and how many do. */
 static size_t most_said(size_t *times, const struct sizes *sizes)
 {
     size_t said = 0;
@@ -57,7 +58,7 @@ static size_t most_said(size_t *times, const struct sizes *sizes)
     return said;
 }
 
-/* Nothing larger is likely to fit; yet where it may, the next larger one is tried. */
+/* Most models say that nothing larger fits: the next size is tried if this share accepts one. */
 #define MAYBE 0.3
 static size_t next_larger(const struct rbi_search *s, const struct sizes *sizes)
 {
@@ -68,8 +69,9 @@ static size_t next_larger(const struct rbi_search *s, const struct sizes *sizes)
     return (double)larger >= MAYBE * (double)sizes->count ? next : 0;
 }
 
-/* While runs are left, one comes first that fits by nearly all models and tells which of them hold.
- * It must be a good part of the way, or it tells nothing: then it fits by fewer, but by half. */
+/* While trials are left, a size runs that all but CERTAIN of the models accept, as its trial rules
+ * models out. It must be at least a WAY-th of the way to the likely size, else one that EVEN accept
+ * is taken, else half of the way. */
 #define CERTAIN 0.15
 #define EVEN 0.5
 #define WAY 3
@@ -83,7 +85,7 @@ static size_t certain_of(const struct rbi_search *s, const struct sizes *sizes, 
     return rbi_min(said, rbi_search_allowed_near(s, s->fits + (said - s->fits + 1) / 2));
 }
 
-/* A size that this share of the models agrees on is tried at once. */
+/* The likely size is tried at once if this share of the models give it. */
 #define AGREED 0.85
 
 rebatch_status rbi_search_weigh(size_t *predicted, bool *is_weighed, struct rbi_search *s)

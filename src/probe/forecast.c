@@ -1,14 +1,14 @@
-/* Owns what is run dry to judge a size: the trial, the steps after the probe, and those of a
- * session that begins anew with it. Must not know where the sizes come from. */
+/* Owns the dry runs that judge a size: the trial, the steps after the probe, and those of a new
+ * session that begins with the size. Must not know where the sizes come from. */
 #include "probe/dry_run.h"
 
 #include "device/device.h"
 
 /* ---- a course of micro-batches ---- */
 
-/* What is done for a size to fit, each in addition to what stands before it. RETRY: what runs out
- * of memory in a step runs once more, as its fallback does it. SMALL: a smaller micro-batch runs
- * after the trial, and before it. */
+/* What is done so that a size fits, each in addition to those before it. TRIM: the cache is
+ * returned. RETRY: a micro-batch of a step that runs out of memory runs once more, as the fallback
+ * does. SMALL: a smaller micro-batch runs after the trial, and before it. */
 enum effort { AS_IS, TRIM, RETRY, SMALL_AFTER, SMALL_BEFORE };
 
 struct course {
@@ -20,7 +20,7 @@ struct course {
     bool admits;
 };
 
-/* As a step's attempt begins: with its memory, where the session sees to that. */
+/* An attempt begins with its memory where the session has admission. */
 static rebatch_status admit(const struct course *course, size_t count)
 {
     if (!course->admits || course->setting->admits_above >= count)
@@ -29,7 +29,7 @@ static rebatch_status admit(const struct course *course, size_t count)
                           course->setting->stream);
 }
 
-/* What the first update makes. */
+/* What the first update allocates. */
 static rebatch_status make_pieces(struct course *course)
 {
     const struct rbi_setting *setting = course->setting;
@@ -45,13 +45,13 @@ static rebatch_status make_pieces(struct course *course)
     return undone ? undone : status;
 }
 
-/* An OOM is answered as the step's fallback does it: once, with the cache given back.
+/* After an OOM once more without the cache, as the step's fallback does.
  *  @param count  0: the update */
 static rebatch_status run_next(struct course *course, size_t count, bool may_fail)
 {
     rebatch_status status = count ? admit(course, count) : REBATCH_OK;
     if (status)
-        return status; /* what is refused is not tried again */
+        return status; /* admission refused it: no second try */
     status = count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
     if (status != REBATCH_OOM || !may_fail || course->effort < RETRY)
         return status;
@@ -61,8 +61,8 @@ static rebatch_status run_next(struct course *course, size_t count, bool may_fai
     return count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
 }
 
-/* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
- * has found, for a while, and the last may be smaller. */
+/* The micro-batches of a step, as far as they differ: the first ones find other holes in the cache
+ * than they leave, and the last may be smaller. */
 #define ALIKE_MOST 4
 static rebatch_status run_microbatches(struct course *course, bool may_fail)
 {
@@ -75,7 +75,7 @@ static rebatch_status run_microbatches(struct course *course, bool may_fail)
     return status || batch % count == 0 ? status : run_next(course, batch % count, may_fail);
 }
 
-/* What a step frees of what lived before it lives until the step's end, which can take it back. */
+/* A step can be undone until its end: memory of before that it frees stays in use so long. */
 static rebatch_status run_step(struct course *course, bool may_fail, bool has_pieces)
 {
     rebatch_scope scope;
@@ -97,8 +97,7 @@ static rebatch_status keep_latest(struct rbi_dry *dry)
     return status;
 }
 
-/* What comes after the probe: a step, in which the memory that the first update takes is free, that
- * update, and a step after it. */
+/* After the probe: a step with the reserve free, the first update, another step. */
 static rebatch_status run_training(struct course *course)
 {
     const struct rbi_setting *setting = course->setting;
@@ -110,8 +109,8 @@ static rebatch_status run_training(struct course *course)
     return status ? status : run_step(course, true, false);
 }
 
-/* What lives of before a step is the rest of the batch before: where a trial of the size leaves
- * more, a smaller one comes after it. 0: there is no rest. */
+/* A step begins with what the smaller last micro-batch of the step before left. If a trial leaves
+ * more than that, a smaller one runs after it. 0: the last micro-batch is no smaller. */
 static size_t small_of(const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     rbi_assert(plan->count > 0);
@@ -149,8 +148,8 @@ static rebatch_status run_session(struct course *course)
 
 /* ---- in a session that begins with the size ---- */
 
-/* What steps before the probe have kept is what its first trial has freed, in the order in which
- * any micro-batch frees such. */
+/* The blocks that steps before the probe kept: its first trial freed them, in the order in which
+ * each micro-batch frees what the one before kept. */
 static rebatch_status keep_older(struct course *course)
 {
     const struct rbi_model *model = course->dry.model;
@@ -168,7 +167,8 @@ static rebatch_status keep_older(struct course *course)
     return status;
 }
 
-/* A step of the smallest size has made what is made once, and the update its memory. */
+/* Before it a step of the smallest size allocated what is allocated once, and the update its
+ * memory. */
 static rebatch_status run_fresh(struct course *course)
 {
     struct rbi_dry *dry = &course->dry;
@@ -187,7 +187,7 @@ static rebatch_status run_fresh(struct course *course)
 
 /* ---- judgement ---- */
 
-/* As long as trials are left for it. */
+/* SMALL needs further trials. */
 static enum effort most_effort(const struct rbi_model *model, const struct rbi_setting *setting,
                                const struct rbi_plan *plan)
 {
@@ -204,7 +204,7 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
 {
     rebatch_status status = REBATCH_OOM;
     const enum effort most = most_effort(model, setting, plan);
-    /* Where sizes are not certain, nor are the holes in the cache that they would find. */
+    /* Which holes in the cache are large enough is unknown if sizes are. */
     const bool is_trimmed = plan->has_trial && model->is_doubtful && !setting->is_work;
     for (enum effort effort = is_trimmed ? TRIM : AS_IS; effort <= most && status == REBATCH_OOM;
          effort++) {
@@ -235,8 +235,7 @@ static rebatch_status replay_fresh(bool *fits, const struct rbi_model *model,
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
-/* Only the peak is known as a whole, and not how its pieces lie: this share of the room is left
- * for what does not fit together. */
+/* Without events fragmentation is unknown: this share of the memory stays free for it. */
 #define PIECES_SHARE 32
 
 static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_model *model,
@@ -271,8 +270,8 @@ rebatch_status rbi_forecast_run(struct rbi_forecast *out, const struct rbi_model
     return replay_fresh(&out->fits, model, setting, plan);
 }
 
-/* The largest size whose bytes alone, in pieces or not, would find room: a place to begin at, as it
- * takes no dry run. */
+/* The largest size whose bytes fit, fragmentation aside: where the search begins, as this needs no
+ * dry run. */
 static rebatch_status guess_largest(size_t *out, const struct rbi_model *model,
                                     const struct rbi_setting *setting, size_t least, size_t most)
 {
@@ -323,8 +322,8 @@ rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
     return status;
 }
 
-/* Pieces may fit at a size though they do not at a smaller one: up to GAP_MOST are tried from
- * above, where bytes alone would find room. */
+/* Because of fragmentation a size may fit when a smaller one does not: up to GAP_MOST sizes are
+ * tried downwards from the largest whose bytes fit. */
 #define GAP_MOST 16
 
 rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,

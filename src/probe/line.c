@@ -1,12 +1,12 @@
-/* Owns the functions of the samples that sizes are taken for.
- * Must not know what the sizes are of. */
+/* Owns the functions that give an allocation's bytes for n samples. docs/probe.md, "How sizes are
+ * fitted", has their formulas. Must not know what is allocated. */
 #include <math.h>
 
 #include "probe/probe.h"
 
-/* Sizes that code rounds up are rounded to powers of two, rarely to larger ones than this. */
+/* The largest power of two that bytes are rounded up to (U). */
 #define LARGEST_UNIT ((size_t)1 << 21)
-/* And samples to tiles of at most LARGEST_STEP. */
+/* The largest tile that samples are rounded up to (T). */
 #define LARGEST_STEP 256
 /* More than any device has, so that it cannot be mistaken for a size. */
 #define LARGEST_BYTES (SIZE_MAX / 4)
@@ -56,7 +56,7 @@ static int64_t distance(size_t low, size_t high)
     return (int64_t)high - (int64_t)low;
 }
 
-/* Whether whole bytes a sample explain all points, with samples in steps. */
+/* a + r T ceil(n / T) with whole r, T = step. */
 static bool fit_straight(struct rbi_line *out, const struct rbi_points *given, size_t step)
 {
     const struct rbi_point *points = given->at;
@@ -95,10 +95,10 @@ static bool fit_straight_steps(struct rbi_line *out, const struct rbi_points *po
 
 /* ---- sizes that were rounded up ---- */
 
-/* What is drawn of a size function: each by numbers of its own. */
+/* What is drawn for a size function: each has random numbers of its own. */
 enum draw { OF_EACH, OF_PART, OF_ALONG, OF_ACROSS, OF_FIXED, OF_TILE, OF_CONSTANT };
 
-/* In [0, 1), each as likely as any other (SplitMix64). */
+/* Uniform in [0, 1) (SplitMix64). */
 static double drawn(const struct rbi_points *points, enum draw what)
 {
     uint64_t z = points->draw + (what + 1) * UINT64_C(0x9e3779b97f4a7c15);
@@ -107,23 +107,21 @@ static double drawn(const struct rbi_points *points, enum draw what)
     return (double)((z ^ (z >> 31)) >> 11) / (double)(UINT64_C(1) << 53);
 }
 
-/* Whether a size function that is as likely as that is drawn; never where the middle is asked
- * for. */
+/* Whether the less likely function is drawn; never without drawing. */
 static bool is_drawn(const struct rbi_points *points, enum draw what, double likelihood)
 {
     return points->draw && drawn(points, what) < likelihood;
 }
 
-/* Of a range with both its ends. */
+/* The middle of [least, most], or a random number of it. */
 static size_t between(size_t least, size_t most, const struct rbi_points *points)
 {
     return points->draw ? least + (size_t)((double)(most - least + 1) * drawn(points, OF_EACH))
                         : least + (most - least) / 2;
 }
 
-/* Whole bytes a sample, in steps of them, and nothing beside, rounded up to the unit: from a size
- * follows that they are more than that without a unit, and no more than that, over the samples. Of
- * what all sizes leave the middle is taken, or any. */
+/* U ceil(r T ceil(n / T) / U) with whole r. Each size s of m = T ceil(n / T) samples gives
+ * (s - U) / m < r <= s / m. The middle of what is common to all is taken, or a random number. */
 static bool fit_proportion(struct rbi_line *out, const struct rbi_points *points, size_t unit,
                            size_t step)
 {
@@ -159,8 +157,8 @@ static bool fit_proportion_steps(struct rbi_line *out, const struct rbi_points *
     return false;
 }
 
-/* What is known of a line: how far it is below the base point, and how much it rises a sample; a
- * convex polygon of both. */
+/* A line by its distance below the base point and its slope. What explains all sizes is a convex
+ * polygon of such points. */
 struct spot {
     double below, slope;
 };
@@ -175,7 +173,7 @@ static double beyond(const struct spot *spot, double a, double b, double most)
     return a * spot->below + b * spot->slope - most;
 }
 
-/* Leaves what is within a * below + b * slope <= most. */
+/* Cuts off where a * below + b * slope > most. */
 static void clip(struct region *region, double a, double b, double most)
 {
     struct region left = {.count = 0};
@@ -222,7 +220,7 @@ static struct spot middle_of(const struct region *region)
     return area != 0 ? (struct spot){sum.below / area, sum.slope / area} : mean;
 }
 
-/* Any spot of it, each as likely as any other: of a triangle that is drawn by its area. */
+/* A uniformly random point: a triangle is drawn by its area, then a point of it. */
 static struct spot any_of(const struct region *region, const struct rbi_points *points)
 {
     rbi_assert(region->count > 0);
@@ -249,12 +247,12 @@ static struct spot any_of(const struct region *region, const struct rbi_points *
                              across * (two->slope - origin->slope)};
 }
 
-/* In which a slope is stated that is no whole number of bytes a sample. */
+/* A slope is a multiple of 1/PARTS bytes a sample. */
 #define PARTS 1024
 
-/* A line that never falls nor begins below zero, rounded up to the unit: it lies less than one
- * below each size. The middle of all such lines is taken: one size may come out a unit too small or
- * too large, but the errors of many do not add up as those of a bound would. Or any. */
+/* U ceil((a + r T ceil(n / T)) / U) with a, r >= 0: the unrounded line is less than U below each
+ * size. The polygon's centre of gravity is taken, as the errors of many allocations cancel there,
+ * or a random point. */
 static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, size_t unit,
                         size_t step)
 {
@@ -284,7 +282,7 @@ static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, s
     return true;
 }
 
-/* Through the last two points, and above those that are above it. */
+/* The line through the last two points, plus the largest distance of a point above it. */
 static struct rbi_line fit_piece(const struct rbi_points *points)
 {
     rbi_assert(points->count > 1); /* one point is on a line that does not rise */
@@ -308,7 +306,7 @@ static struct rbi_line fit_piece(const struct rbi_points *points)
 
 /* ---- which size function ---- */
 
-/* Sizes that are no multiples of so much were not rounded to a unit. */
+/* Sizes that are not all multiples of this were not rounded. */
 #define LEAST_UNIT 256
 
 static size_t common_divisor(size_t a, size_t b)
@@ -329,17 +327,17 @@ size_t rbi_points_unit(const struct rbi_points *points)
     return rbi_max(unit, 1);
 }
 
-/* Of larger ones a size that does not rise may be a small part. */
+/* A constant multiple of this or more may be less than one unit. */
 #define LEAST_LARGE_UNIT 65536
 
-/* Two points are always on some line: where sizes were rounded it must agree with that. */
+/* Two points always lie on a line: it is believed only if its slope is a multiple of the unit. */
 static bool is_credible(const struct rbi_line *straight, const struct rbi_points *points,
                         size_t unit)
 {
     return points->count != 2 || unit == 1 || straight->rise % (int64_t)unit == 0;
 }
 
-/* How likely it is that a size which is in proportion also has a fixed part. */
+/* The probability that a proportional size also has a fixed part. */
 #define FIXED_TOO 0.25
 
 static bool fit_with_unit(struct rbi_line *out, const struct rbi_points *points, size_t unit)
@@ -355,8 +353,8 @@ static bool fit_with_unit(struct rbi_line *out, const struct rbi_points *points,
     return false;
 }
 
-/* How likely it is that what does not rise is so much for a tile of samples, where others are; or
- * is less than one unit, so large a power of two it is. */
+/* The probabilities that a constant size is constant for a tile, if other sizes have tiles, and
+ * that it is less than one unit. */
 #define TILE_TOO 0.5
 #define PART_OF_UNIT 0.25
 
@@ -369,8 +367,7 @@ static void draw_constant(struct rbi_line *out, const struct rbi_points *points,
         (void)fit_rounded(out, points, power, 1);
 }
 
-/* Small multiples of a large power of two are what tiles of so much come to, and what other sizes
- * are rounded up to: one is as likely as the other. */
+/* The probability that small multiples of LEAST_TILE_UNIT or more come from a unit, not tiles. */
 #define UNIT_NOT_TILE 0.5
 #define LEAST_TILE_UNIT 4096
 
@@ -399,7 +396,7 @@ struct rbi_line rbi_line_fit(const struct rbi_points *points)
         return line;
     if (unit == 1 && points->count > 2 && fit_straight_steps(&line, points))
         return line;
-    /* Three sizes are rarely multiples of three, or five, times the unit by chance. */
+    /* Three sizes hardly have a common divisor of three or five units by chance. */
     const bool is_telling = points->count > 2 && power >= LEAST_UNIT && points->unit <= 1;
     const size_t units[] = {is_telling ? common : unit > 1 ? unit : power, power, common};
     for (size_t i = 0; i < sizeof units / sizeof *units; i++)

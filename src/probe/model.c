@@ -20,7 +20,7 @@ static void fit_sums(struct rbi_model *model, const struct rbi_traces *traces)
     model->peak = fit(&peaks);
     model->outside = fit(&outside);
     model->outside_fixed = traces->whole[0]->outside_before;
-    if (traces->count == 1) /* others than this training do not grow with its samples */
+    if (traces->count == 1) /* what others held before does not grow with the samples */
         model->outside.rise =
             (int64_t)(traces->whole[0]->outside_bytes - traces->whole[0]->outside_before);
 }
@@ -64,8 +64,7 @@ static void release_events(struct rbi_model *model)
 
 static uint64_t most_at_once(const struct rbi_model *model, size_t count, bool with_reserves);
 
-/* Some of the sizes that ran may have had a form in common by chance: then one of the others needed
- * much less than that says. */
+/* Traces may be alike by chance: the model is dropped if it says MUCH times what a size needed. */
 #define MUCH 2
 static bool is_refuted(const struct rbi_model *model, const struct rbi_traces *traces)
 {
@@ -160,7 +159,7 @@ static size_t in_units(size_t bytes)
     return rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, &whole) ? whole : bytes;
 }
 
-/* What comes after a reserve is known, and so what it asks for. */
+/* The sum of what is allocated until the next reserve. */
 static size_t bytes_of_rest(const struct rbi_cursor *reserve, enum rbi_rest which)
 {
     struct rbi_cursor at = *reserve;

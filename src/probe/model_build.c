@@ -1,8 +1,8 @@
-/* Owns the model that a form makes: every call with its size function.
- * Must not know how the form was found. */
+/* Owns the memory model of aligned traces: each call with its size function.
+ * Must not know how traces were aligned. */
 #include "probe/trace_alignment.h"
 
-/* The allocation that a free takes back; the last of a list that is filled in turns. */
+/* The allocation whose block a free releases; in a loop that of the first turn. */
 static size_t source_of(const struct rbi_form *form, size_t event)
 {
     const uint32_t slot = form->slots[form->base_at][form->base->events[event].block];
@@ -12,7 +12,7 @@ static size_t source_of(const struct rbi_form *form, size_t event)
     return event;
 }
 
-/* `from`: the allocation, of a free that which it takes back. */
+/* `from`: the event itself, or the allocation whose block it frees. */
 static void set_lines(struct rbi_model_event *event, const struct rbi_form *form,
                       const struct rbi_turns *turns, size_t from)
 {
@@ -29,7 +29,8 @@ static void set_lines(struct rbi_model_event *event, const struct rbi_form *form
         (void)rbi_form_fits_last(&event->last, form, source, turns, from);
 }
 
-/* Whether that is what the first `reserves` and one more reserve of a trace asks for. */
+/* Whether reserve number `reserves`, from 0, asks for the sum of what is allocated until the next
+ * one, each in whole units or as asked for. */
 static bool asks_for_rest(const struct rbi_trace *trace, size_t reserves, bool in_units)
 {
     size_t i = 0, sum = 0;
@@ -89,7 +90,7 @@ static void add_event(struct rbi_model *model, const struct rbi_form *form,
     model->is_rough |= loop || added->line.step > 1 || added->line.run > 1;
 }
 
-/* A free of what the micro-batch before has kept. False when that is none of the model's. */
+/* A free of a block that the micro-batch before left. False when the model does not have it. */
 static bool add_previous(struct rbi_model *model, const struct rbi_form *form,
                          const struct rbi_trace_event *event)
 {
@@ -108,8 +109,8 @@ static bool add_previous(struct rbi_model *model, const struct rbi_form *form,
     return false;
 }
 
-/* Code rounds many sizes up to few units: one is known by two sizes, which are no multiples of
- * anything larger at every count. Smaller ones are met by chance. */
+/* A unit counts if it is the greatest common divisor of at least two allocations' sizes. Below
+ * LEAST_UNIT that happens by chance. */
 #define LEAST_UNIT 256
 #define UNITS_TRIED 64
 /* Powers of two up to 256. */
@@ -145,8 +146,7 @@ static void find_units(struct rbi_form *form)
     }
 }
 
-/* Code that pads samples does it for many sizes: a tile is known by two that nothing else
- * explains. */
+/* A tile counts if it alone explains at least two allocations. */
 static void find_tile(struct rbi_form *form)
 {
     size_t times[TILES_TRIED] = {0}, most = 0;
@@ -183,7 +183,7 @@ static void add_kept(struct rbi_model *model, const struct rbi_form *form)
                 (struct rbi_kept_first){form->slots[0][block], block};
 }
 
-/* An event of the base that no other trace has was done once. */
+/* Whether another trace has the event too; else it happens once. */
 static bool is_met(const struct rbi_form *form, size_t event)
 {
     for (size_t t = 0; t < form->trace_count; t++)
@@ -193,7 +193,7 @@ static bool is_met(const struct rbi_form *form, size_t event)
     return false;
 }
 
-/* Through two points that are near each other goes a line whatever the size function is. */
+/* Two sizes this near lie on a line whatever their function is. */
 #define NEAR 8
 static bool is_too_near(const struct rbi_form *form)
 {
@@ -202,7 +202,7 @@ static bool is_too_near(const struct rbi_form *form)
     return form->trace_count == 2 && form->base->count - first < NEAR;
 }
 
-/* What does not rise may yet be so much for a tile, where there are tiles. */
+/* A rounded size; also a constant one, where other sizes have tiles. */
 static bool is_doubtful(const struct rbi_model_event *event)
 {
     return event->kind == RBI_TRACE_ALLOC &&

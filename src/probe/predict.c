@@ -45,7 +45,7 @@ static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, si
     return REBATCH_OK;
 }
 
-/* A pool FAR_TOO_LARGE times as large as the one there is would be run dry for nothing. */
+/* A size that needs FAR_TOO_LARGE times the pool's limit is not run dry. */
 #define FAR_TOO_LARGE 64
 
 static rebatch_status read_limit(uint64_t *out, rebatch_pool *pool)
@@ -60,7 +60,7 @@ static rebatch_status read_limit(uint64_t *out, rebatch_pool *pool)
     return status;
 }
 
-/* Whether it fits is asked of a copy of the pool, which holds what will be there and is not yet. */
+/* The dry run's copy of the pool also holds what will be allocated before the step. */
 static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model,
                           const struct rbi_setting *setting, size_t batch)
 {
@@ -80,7 +80,7 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
     return status;
 }
 
-/* Holds what the next step will make before its first micro-batch, as far as there is room. */
+/* Allocates what the next step will before its first micro-batch, as far as there is memory. */
 static size_t hold_made(void **blocks, const rebatch *rb, const size_t *bytes, size_t most)
 {
     const rebatch_stream stream = rbi_session_options(rb)->stream;
@@ -115,7 +115,7 @@ static rebatch_status predict_with_reserve(rebatch_prediction *out, rebatch *rb,
     return status;
 }
 
-/* What resize has made for the size that runs is in the model of each size, and counts there. */
+/* Each size's model has the buffers of resize, so those in use now are left out. */
 static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
                               size_t reserve_bytes)
 {

@@ -81,16 +81,13 @@ struct rbi_point {
 struct rbi_points {
     struct rbi_point at[RBI_POINTS_MOST];
     size_t count;
-    size_t base; /* the point whose bytes come out exactly */
-    size_t unit; /* that such sizes are rounded up to, 1: not known */
-    size_t tile; /* that samples are rounded up to for such sizes, 0: not known */
-    /* What is not known for certain is the middle of what it may be, 0; or any of it, another one
-     * for each number. */
-    uint64_t draw;
+    size_t base;   /* the point whose bytes come out exactly */
+    size_t unit;   /* that such sizes are rounded up to, 1: not known */
+    size_t tile;   /* that samples are rounded up to for such sizes, 0: not known */
+    uint64_t draw; /* the seed of what is drawn at random; 0: the middle is taken */
 };
-/* The size function that explains all points, which rise by count: so much a sample, or a straight
- * line, over samples in steps, or over sizes that are rounded up; or else the line through the last
- * two, and how far another point is above it. */
+/* The first size function of docs/probe.md, "How sizes are fitted", that explains all points. They
+ * rise by count. */
 struct rbi_line rbi_line_fit(const struct rbi_points *points);
 /* The largest unit of which all sizes are multiples. */
 size_t rbi_points_unit(const struct rbi_points *points);
@@ -185,8 +182,7 @@ rebatch_status rbi_model_build(struct rbi_model *out, const struct rbi_traces *t
 /* What one micro-batch does and the next does not: a buffer made at first use, which then stays. */
 bool rbi_trace_is_one_off(const struct rbi_trace *trace, const struct rbi_trace_event *event);
 void rbi_model_release(struct rbi_model *model);
-/* Any model that explains what was seen, where more than one does: another one for each number,
- * which is not 0. */
+/* A random model that explains what was seen: another one for each number, which is not 0. */
 void rbi_model_draw(struct rbi_model *model, uint64_t number);
 
 /* Goes through what `count` samples do, turn by turn. Set model and count, and the rest to zero. */
@@ -229,12 +225,11 @@ struct rbi_setting {
     rebatch_pool *fresh;
     rebatch_device *fresh_device;
     const struct rbi_trace *first;
-    bool is_work;     /* what runs is no trial: what only nearly fits, or fits when it is run once
-                       * more, does not */
-    bool has_stepped; /* there were steps before the probe, which have made what is made once */
+    bool is_work;     /* real micro-batches run, not trials: a size must fit without a retry */
+    bool has_stepped; /* steps before the probe allocated what is allocated once */
 };
 
-/* ---- memory that is not there yet (reserve_blocks.c) ---- */
+/* ---- reserve_bytes (reserve_blocks.c) ---- */
 
 /* The pieces that `bytes` will be taken in: like the blocks that live now.
  *  @return REBATCH_OK; REBATCH_OOM when there is less, REBATCH_E_HOST_OOM, or what the device says:
@@ -276,8 +271,8 @@ rebatch_status rbi_forecast_run(struct rbi_forecast *out, const struct rbi_model
 rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
                                     const struct rbi_setting *setting, size_t least, size_t most,
                                     size_t batch);
-/* The same, for a model that differs little from one of which `near`, one of them, is the largest:
- * what lies in a gap above sizes that do not fit is not looked for. */
+/* The same from `near` on, for a model that differs little from one whose largest size that is.
+ * Larger sizes above some that do not fit are not looked for. */
 rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
                                  const struct rbi_setting *setting, size_t least, size_t most,
                                  size_t batch, size_t near);

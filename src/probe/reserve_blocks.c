@@ -1,10 +1,10 @@
-/* Owns the memory that is not there yet: in which pieces the first update will take it.
- * Must not know which sizes are run meanwhile. */
+/* Owns `reserve_bytes`: the blocks in which the first update will allocate it.
+ * Must not know which sizes run meanwhile. */
 #include "pool/view.h"
 #include "probe/probe.h"
 
 #define PIECES_MOST 4096
-/* Optimizers keep one, two or three values a parameter. */
+/* Blocks for each parameter: optimizers keep one, two or three values. */
 #define TURNS_MOST 4
 
 __extension__ typedef unsigned __int128 wide;
@@ -17,7 +17,7 @@ static void add_live(void *user, const struct rbi_view_piece *block)
         setting->pieces[setting->piece_count++].bytes = block->requested_bytes;
 }
 
-/* One of `turns` pieces that are `times` as large as the block in all. */
+/* The size of each of `turns` pieces that are together `times` as large as the block. */
 static wide part_of(const struct rbi_piece *block, uint64_t times, uint64_t turns)
 {
     rbi_assert(turns > 0);
@@ -33,9 +33,8 @@ static bool is_sum(const struct rbi_setting *setting, uint64_t times, uint64_t t
     return units * unit == bytes;
 }
 
-/* As many pieces of each block as the reserve is times as large, which is how optimizers keep their
- * values. Where it is a sum that was rounded up as the pool does it, for fewer and larger pieces,
- * they are those. */
+/* How many pieces there are for each block: as many as the reserve is times as large as the live
+ * blocks, or fewer and larger ones if their sizes, rounded up as the pool does, add up to it. */
 static uint64_t choose_turns(const struct rbi_setting *setting, uint64_t times, size_t bytes)
 {
     for (uint64_t turns = times; turns > 0; turns--)
@@ -44,9 +43,8 @@ static uint64_t choose_turns(const struct rbi_setting *setting, uint64_t times, 
     return times;
 }
 
-/* What an update makes is like what it updates: the reserve is in pieces as the live blocks are,
- * each once or several times one after the other, and comes to `bytes` in all, or to that when it
- * is rounded up. */
+/* An optimizer allocates blocks like the parameters: the pieces have the sizes of the live blocks,
+ * each once or several times, and add up to `bytes`, rounded up or not. */
 static void shape(struct rbi_setting *setting, size_t bytes)
 {
     rbi_view_open(setting->pool);
@@ -128,7 +126,7 @@ static rebatch_status take(struct rbi_setting *setting)
     return status;
 }
 
-/* As a step's fallback does it: once more with the cache given back, which may be in the way. */
+/* After an OOM once more without the cache, as a step does. */
 rebatch_status rbi_pieces_hold(struct rbi_setting *setting)
 {
     if (setting->piece_count == 0)

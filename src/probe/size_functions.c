@@ -1,5 +1,5 @@
-/* Owns what is known of the sizes and the turns in a form, and which functions they follow.
- * Must not know how the form was found. */
+/* Owns which sizes and numbers of turns aligned traces have, and which functions they follow.
+ * Must not know how traces were aligned. */
 #include "probe/trace_alignment.h"
 
 struct rbi_form_loop *rbi_form_loop_at(const struct rbi_form *form, size_t first)
@@ -93,8 +93,7 @@ static bool explains(struct rbi_turns *turns, const struct rbi_form *form,
     return fits;
 }
 
-/* Code works in pieces of powers of two more often than of other sizes; of the sizes that explain
- * what was seen the smallest makes most pieces. */
+/* The smallest N samples a turn that explain all traces; a power of two if one does. */
 bool rbi_form_turns(struct rbi_turns *out, const struct rbi_form *form,
                     const struct rbi_form_loop *loop)
 {

@@ -13,7 +13,8 @@ static void drop_trace(struct rbi_search *s, size_t at)
     memmove(&s->whole[at], &s->whole[at + 1], (--s->whole_count - at) * sizeof *s->whole);
 }
 
-/* One a size; the smallest and the largest tell most. */
+/* One for each size. If there are too many, the second smallest goes: the smallest and the largest
+ * tell most. */
 static void keep_trace(struct rbi_search *s, const struct rbi_trace *trace)
 {
     if (s->whole_count)
@@ -42,7 +43,7 @@ static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_
     keep_trace(s, trace);
     rbi_search_latest(s)->live_bytes = peak_bytes;
     if (trace->count < s->fits)
-        return; /* it ran for what it leaves to the next */
+        return; /* it ran to leave less behind */
     s->runs_of_fits = (trace->count == s->fits ? s->runs_of_fits : 0) + !is_first;
     s->fits = trace->count;
     s->report.size = trace->count;
@@ -54,8 +55,7 @@ static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_
         s->predicted_bytes == peak_bytes ? REBATCH_CONFIDENCE_EXACT : REBATCH_CONFIDENCE_AFFINE;
 }
 
-/* What ran once may fail when it is run again: once may be for a cache in pieces, which is given
- * back after it. */
+/* A size that ran may fail once because of fragmentation, as the cache is returned after that. */
 static void fail(struct rbi_search *s, size_t count)
 {
     s->runs_of_fits = 0;
@@ -88,7 +88,6 @@ void rbi_search_note(struct rbi_search *s, size_t count, rebatch_status status,
     s->cut = *trace;
 }
 
-/* After it nothing more is expected, whatever it needed. */
 static rebatch_status run_trial(struct rbi_search *s, struct rbi_trace *trace, uint64_t *peak_bytes,
                                 size_t count)
 {
@@ -138,8 +137,8 @@ static rebatch_status finish(struct rbi_search *s)
     return status;
 }
 
-/* A cache in pieces that the size found has no use for is given back; and where what the last trial
- * has left takes the room of the first step, a smaller one leaves less. */
+/* If what the last trial left is in the way of the first step, a smaller trial runs, which leaves
+ * less. A cache that is in the way is returned. */
 static rebatch_status ready_for_steps(struct rbi_search *s)
 {
     struct rbi_forecast steps;
@@ -156,7 +155,7 @@ static rebatch_status ready_for_steps(struct rbi_search *s)
 
 /* ---- the fastest ---- */
 
-/* As fast as the best, but for what measuring is uncertain about. */
+/* As fast as the best, within what measuring can tell. */
 #define GOOD_ENOUGH 0.98
 
 struct timed {
@@ -165,7 +164,7 @@ struct timed {
     uint64_t peak_bytes, predicted_bytes;
 };
 
-/* The better of some runs: the first may have to map memory, or make what is made once. */
+/* The best of RBI_TIMED_TURNS runs: the first may map memory, or allocate what stays. */
 static rebatch_status time_size(struct timed *timed, struct rbi_search *s)
 {
     rebatch_status status = rbi_search_prepare(s, timed->count);
@@ -195,7 +194,7 @@ static rebatch_status time_size(struct timed *timed, struct rbi_search *s)
     return status;
 }
 
-/* The largest, and fewer quarters of it. */
+/* The largest size, and three, two and one quarter of it. */
 static size_t choose_timed(struct timed *timed, const struct rbi_search *s)
 {
     static const size_t quarters[RBI_TIMED_SIZES] = {4, 3, 2, 1};
@@ -233,7 +232,7 @@ static rebatch_status choose_fastest(struct rbi_search *s)
     return status;
 }
 
-/* The size found may be another than the last that ran: where that left no room for the steps. */
+/* Not the last size that ran, if that left no room for steps. */
 static void report_what_fits(struct rbi_search *s)
 {
     rebatch_probe_report *report = &s->report;
@@ -260,8 +259,7 @@ void rbi_search_begin(struct rbi_search *s)
     s->began_ns = s->now();
 }
 
-/* Whether what failed would fit in the memory that there is: in one piece, now that the cache was
- * given back. */
+/* Whether the size that failed would fit now, without the cache, that is without fragmentation. */
 static bool was_in_pieces(const struct rbi_search *s)
 {
     size_t available;

@@ -1,11 +1,11 @@
-/* Owns the look for the common form of traces: which call of one is which of another, and what is
- * done in turns, more of them for more samples. Must not know what the sizes come to. */
+/* Owns the alignment of traces: which call of one is which of another, and which calls are a loop
+ * that has more turns for more samples (docs/probe.md, "How sizes are fitted"). Must not know what
+ * the sizes come to. */
 #include "probe/trace_alignment.h"
 
 #include <string.h>
 
-/* Calls that make one turn, at the most. */
-/* Places where a loop may or may not begin, and how often the look for a form goes back to one. */
+/* The search is depth first: places where a loop may begin, and returns to one of them. */
 #define FORKS_MOST 64
 #define RETURNS_MOST 4096
 
@@ -28,10 +28,10 @@ bool rbi_trace_keeps(const struct rbi_trace *trace, const struct rbi_trace_event
     return event->kind == RBI_TRACE_ALLOC && !trace->is_freed[event->block];
 }
 
-/* How an event of a later turn is like the one of the first. */
+/* How an event of a turn compares with that of the first turn. */
 enum likeness { UNLIKE, SMALLER, LIKE };
 
-/* A free in turns is of what the same turn has made, or of a list that other turns have filled. */
+/* A free in a loop is of a block of the same turn, or of one of another loop. */
 static enum likeness compare_frees(const struct rbi_form *form, size_t trace_at, size_t turn,
                                    size_t first, size_t offset)
 {
@@ -98,7 +98,7 @@ static size_t count_turns(const struct rbi_form *form, size_t trace_at, size_t i
     return turns;
 }
 
-/* The lists that what is made in turns goes to are those of the base's first turn. */
+/* Blocks of all turns share the slots of the base's first turn. */
 static void share_slots(const struct rbi_form *form, size_t trace_at, size_t i,
                         const struct rbi_form_loop *loop, size_t turns)
 {
@@ -112,7 +112,7 @@ static void share_slots(const struct rbi_form *form, size_t trace_at, size_t i,
     }
 }
 
-/* Of the loops that there are: each other block has a list of its own. */
+/* A block outside of loops has a slot of its own. */
 static void share_base_slots(const struct rbi_form *form)
 {
     for (uint32_t b = 0; b < form->base->blocks; b++)
@@ -148,8 +148,8 @@ static bool overlaps_loop(const struct rbi_form *form, size_t first, size_t end)
     return false;
 }
 
-/* What the trace does in fewer turns than the base, or, when it is of more samples, in more. False
- * when it is not so. */
+/* A loop that begins here. False when the trace does not have fewer turns than the base, or more if
+ * it has more samples. */
 static bool make_loop(struct rbi_form_loop *out, const struct place *at, enum rbi_sort sort,
                       size_t period)
 {
@@ -172,7 +172,7 @@ static bool make_loop(struct rbi_form_loop *out, const struct place *at, enum rb
 
 /* ---- one by one ---- */
 
-/* What is passed on to the next micro-batch, which frees it, is done by every one. */
+/* A block that the next micro-batch frees is allocated by each, so it is not one-off. */
 bool rbi_trace_is_one_off(const struct rbi_trace *trace, const struct rbi_trace_event *event)
 {
     return (rbi_trace_keeps(trace, event) &&
@@ -322,7 +322,7 @@ static bool go_back(struct walk *walk)
     return false;
 }
 
-/* False when they have no common form. One that was cut short ends where it ends. */
+/* False when they cannot be aligned. A trace that was cut short ends early. */
 static bool align(struct rbi_form *form, size_t trace_at)
 {
     struct walk walk = {.at = {form, trace_at, 0, 0}};
@@ -357,8 +357,8 @@ static void forget(struct rbi_form *form, size_t trace_at)
            (form->traces[trace_at]->blocks + 1) * sizeof *form->slots[trace_at]);
 }
 
-/* The smallest first: it is the least like the base, and so tells first what is done in turns.
- * False when one turned out to be odd. */
+/* The smallest first: it differs most from the base, so it shows the loops.
+ * False when one cannot be aligned. */
 static bool align_rest(struct rbi_form *form)
 {
     form->loop_count = 0;

@@ -88,7 +88,7 @@ static bool is_done(const void *user, size_t upper)
     return tuner->search.fits < upper;
 }
 
-/* What it is about was said when it was made: level and kind of size may be others by now. */
+/* With the lighten level and kind of size that it was made for, which may have changed since. */
 static void leave_model(rebatch *rb, struct rbi_model *model)
 {
     const struct rbi_memory_model lent = *rbi_need_get_model(rb);
