@@ -14,13 +14,12 @@
 /* A step in which the allocator returns cached memory to serve a request is squeezed. Memory may
  * settle; after SQUEEZED_MOST such steps in a row there is no room left. */
 #define SQUEEZED_MOST 3
-/* More OOMs tell of something else than the size. */
-#define OOMS_MOST 2
 
 bool rbi_learn_approaches(const rebatch *rb)
 {
     const struct rbi_learning *learning = &rb->sizes.learning;
-    return learning->is_on && !learning->tuner.user && rbi_meter_is_set(rb) && !rb->run.by_cost;
+    return rbi_learn_is_on(learning) && !learning->tuner.user && rbi_meter_is_set(rb) &&
+           !rb->run.by_cost;
 }
 
 /* 0: it says that nothing larger fits. */
@@ -65,7 +64,7 @@ size_t rbi_approach_next(rebatch *rb, size_t left)
     struct rbi_learning *learning = &rb->sizes.learning;
     if (left == rb->run.batch || learning->fresh != size)
         return size;
-    const size_t next = learning->ooms ? 0 : along_line(rb, size);
+    const size_t next = learning->failed ? 0 : along_line(rb, size);
     if (left)
         return next <= left ? next : size;
     if (next)
@@ -75,7 +74,7 @@ size_t rbi_approach_next(rebatch *rb, size_t left)
     if (rb->run.meter_retries)
         return ++learning->squeezed < SQUEEZED_MOST ? size : 0;
     learning->squeezed = 0;
-    return learning->ooms ? halfway(rb, size) : beyond_line(rb, size);
+    return learning->failed ? halfway(rb, size) : beyond_line(rb, size);
 }
 
 bool rbi_approach_is_blind(const rebatch *rb)
@@ -88,20 +87,21 @@ bool rbi_approach_is_blind(const rebatch *rb)
 void rbi_approach_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    learning->is_fresh = learning->chosen == count && learning->fresh != count;
-    if (!learning->is_fresh)
+    if (learning->chosen != count || learning->fresh == count)
         return;
+    learning->attempt = RBI_ATTEMPT_FRESH;
     learning->fresh = count;
     (void)rbi_memory_release(rb);
 }
 
+/* A second OOM tells of something else than the size. */
 bool rbi_approach_failed(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
     const uint64_t available = rb->run.failure.available_bytes;
-    learning->ooms++;
-    learning->failed = learning->failed ? rbi_min(learning->failed, count) : count;
+    const bool is_first = !learning->failed;
+    learning->failed = count;
     /* Growth is not to try it again with as much, whatever the figures say of it. */
     rbi_need_learn_least(rb, count, rbi_saturate((double)available * (1 + 1.0 / NOTICEABLE)));
-    return learning->ooms < OOMS_MOST;
+    return is_first;
 }

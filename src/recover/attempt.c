@@ -282,9 +282,9 @@ static void learn_need(rebatch *rb)
         rb->run.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
     if (!is_measured || has_larger)
         return;
-    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes,
-                               .reserved_bytes =
-                                   rb->sizes.learning.is_fresh ? used.reserved_bytes : 0};
+    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
+    if (rb->sizes.learning.attempt == RBI_ATTEMPT_FRESH)
+        run.reserved_bytes = used.reserved_bytes;
     if (used.keeps_blocks && !rb->run.by_cost && !rbi_meter_is_set(rb)) {
         run.kept_from = rb->run.use.first_sequence;
         run.kept_to = rbi_pool_allocations(rb->pool);

@@ -145,7 +145,7 @@ void rbi_budget_begin(rebatch *rb)
     if (!rb->run.by_cost || rb->sizes.has_budget)
         return;
     rb->sizes.has_budget = true;
-    const size_t start =
-        rb->sizes.learning.is_on ? rbi_round_size_up(&rb->options, 1) : rb->options.micro_start;
+    const size_t start = rbi_learn_is_on(&rb->sizes.learning) ? rbi_round_size_up(&rb->options, 1)
+                                                              : rb->options.micro_start;
     rb->sizes.budget = start && start < rb->run.batch ? cost_of(rb, 0, start) : SIZE_MAX;
 }

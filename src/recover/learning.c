@@ -6,9 +6,9 @@
 
 void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner)
 {
-    rbi_assert(!rb->sizes.learning.is_on);
+    rbi_assert(!rbi_learn_is_on(&rb->sizes.learning));
     rb->sizes.learning.tuner = *tuner;
-    rb->sizes.learning.is_on = true;
+    rb->sizes.learning.state = RBI_LEARN_SEARCHES;
     rb->sizes.micro = rbi_round_size_up(&rb->options, 1);
 }
 
@@ -18,13 +18,14 @@ static void drop_tuner(struct rbi_learning *learning)
     if (learning->tuner.user)
         learning->tuner.destroy(learning->tuner.user);
     learning->tuner.user = NULL;
-    learning->is_watched = false;
+    if (learning->attempt == RBI_ATTEMPT_WATCHED)
+        learning->attempt = RBI_ATTEMPT_PLAIN;
 }
 
 void rbi_learn_stop(rebatch *rb)
 {
     drop_tuner(&rb->sizes.learning);
-    rb->sizes.learning = (struct rbi_learning){.is_on = false};
+    rb->sizes.learning = (struct rbi_learning){.state = RBI_LEARN_OFF};
 }
 
 /* ---- which size ---- */
@@ -105,12 +106,10 @@ static size_t largest_found(const rebatch *rb)
 void rbi_learn_choose(rebatch *rb, size_t left)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    if (!learning->is_on)
-        return;
     learning->chosen = 0;
-    if (learning->is_settled)
+    if (learning->state != RBI_LEARN_SEARCHES && learning->state != RBI_LEARN_RETREATS)
         return;
-    if (learning->has_failed) { /* the fallback has chosen, and that tells something too */
+    if (learning->state == RBI_LEARN_RETREATS) { /* what the fallback chose tells something too */
         const size_t found = largest_found(rb);
         if (found > rbi_micro_size(rb, rb->run.batch))
             set_size(rb, found);
@@ -123,9 +122,10 @@ void rbi_learn_choose(rebatch *rb, size_t left)
         return;
     }
     learning->chosen = choose(rb, left);
-    learning->is_settled = learning->chosen == 0;
     if (learning->chosen)
         prepare_pool(learning);
+    else
+        learning->state = learning->upper ? RBI_LEARN_WAITS : RBI_LEARN_FOUND;
     const size_t size = learning->chosen ? learning->chosen : largest_found(rb);
     if (size)
         set_size(rb, size);
@@ -136,11 +136,11 @@ void rbi_learn_choose(rebatch *rb, size_t left)
 void rbi_learn_begin_step(rebatch *rb)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    if (!learning->is_on)
+    if (!rbi_learn_is_on(learning))
         return;
-    learning->has_failed = false;
     learning->begun = rbi_micro_size(rb, rb->run.batch);
-    learning->is_settled = learning->upper && rbi_micro_upper(rb, rb->run.batch) <= learning->upper;
+    learning->state = rbi_micro_upper(rb, rb->run.batch) <= learning->upper ? RBI_LEARN_WAITS
+                                                                            : RBI_LEARN_SEARCHES;
     if (rb->run.by_cost) /* whose samples differ: a line over cost tells enough of them */
         drop_tuner(learning);
     if (rb->lighten != learning->lighten)
@@ -156,10 +156,11 @@ bool rbi_learn_will_watch(const rebatch *rb, size_t count)
 void rbi_learn_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    rbi_assert(!learning->is_watched);
-    learning->is_watched = rbi_learn_will_watch(rb, count);
-    if (learning->is_watched)
+    rbi_assert(learning->attempt == RBI_ATTEMPT_PLAIN);
+    if (rbi_learn_will_watch(rb, count)) {
+        learning->attempt = RBI_ATTEMPT_WATCHED;
         learning->tuner.begin(learning->tuner.user, count);
+    }
     if (rbi_learn_approaches(rb))
         rbi_approach_begin(rb, count);
 }
@@ -168,26 +169,25 @@ void rbi_learn_begin(rebatch *rb, size_t count)
 static void settle_after(rebatch *rb, rebatch_status status, bool is_of_use)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    learning->is_watched = false;
-    if (status != REBATCH_OOM) {
-        learning->is_settled |= learning->has_failed;
-        return;
-    }
-    learning->has_failed = true;
-    if (!is_of_use || learning->upper)
+    learning->attempt = RBI_ATTEMPT_PLAIN;
+    if (status == REBATCH_OOM && (!is_of_use || learning->upper))
         rbi_learn_stop(rb); /* the fallback and growth know as much */
+    else if (status == REBATCH_OOM && learning->state == RBI_LEARN_SEARCHES)
+        learning->state = RBI_LEARN_RETREATS;
+    else if (status != REBATCH_OOM && learning->state == RBI_LEARN_RETREATS)
+        learning->state = RBI_LEARN_FOUND;
 }
 
 void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    if (!learning->is_on)
+    if (!rbi_learn_is_on(learning))
         return;
     if (status == REBATCH_OK)
         rb->run.report.learned +=
             learning->chosen != 0 && (rb->run.by_cost || learning->chosen == count);
-    rbi_assert(!learning->is_watched || learning->tuner.user);
-    if (learning->is_watched) {
+    rbi_assert(learning->attempt != RBI_ATTEMPT_WATCHED || learning->tuner.user);
+    if (learning->attempt == RBI_ATTEMPT_WATCHED) {
         if (learning->tuner.end(learning->tuner.user, count, status)) {
             rebatch_clear_error();
             drop_tuner(learning);
@@ -204,7 +204,7 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
 void rbi_learn_refused(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    if (!learning->is_on)
+    if (!rbi_learn_is_on(learning))
         return;
     if (learning->tuner.user)
         learning->tuner.failed(learning->tuner.user, count);
@@ -234,19 +234,19 @@ static bool is_whole(const rebatch *rb)
 bool rbi_learn_step_done(rebatch *rb)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    if (!learning->is_on)
+    if (!rbi_learn_is_on(learning))
         return false;
     if (rb->lighten != learning->lighten) {
         rbi_learn_stop(rb);
         return false;
     }
-    if (learning->upper && learning->is_settled) {
+    if (learning->state == RBI_LEARN_WAITS) {
         if (is_whole(rb))
             return true;
         rbi_learn_stop(rb); /* what was found when there was less memory is growth's to better */
         return false;
     }
-    if (learning->chosen && !rb->run.report.learned && !learning->has_failed) {
+    if (learning->state == RBI_LEARN_SEARCHES && learning->chosen && !rb->run.report.learned) {
         rbi_learn_stop(rb); /* the cut of this batch has no micro-batch of the size it asks for */
         return false;
     }
@@ -261,5 +261,5 @@ bool rbi_learn_step_done(rebatch *rb)
     learning->upper = rbi_micro_upper(rb, rb->run.batch);
     if (is_done(rb))
         rbi_learn_stop(rb);
-    return rb->sizes.learning.is_on;
+    return rbi_learn_is_on(learning);
 }

@@ -184,23 +184,58 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 
 /* ---- learning (learning.c) ---- */
 
-struct rbi_learning {
-    bool is_on;
-    bool is_settled;  /* no other size is looked for in this step */
-    bool has_failed;  /* an OOM in this step: the fallback chooses */
-    bool is_watched;  /* the micro-batch that runs */
-    bool has_stepped; /* a step was done meanwhile */
-    bool is_fresh;    /* cached memory was returned before the micro-batch that runs */
-    uint32_t ooms;
-    uint32_t squeezed; /* steps at the size in which a meter counted retries */
-    size_t failed;     /* the smallest that did; 0: none did */
-    size_t fresh;      /* the size that ran so last */
-    size_t begun;      /* the size with which the step that runs began */
-    size_t chosen;     /* size of the micro-batch to learn from; 0: none */
-    size_t upper;      /* what limits and batch allowed, and fitted; 0: learning is not over */
-    unsigned lighten;  /* the level when it began */
-    struct rbi_tuner tuner;
+/* What becomes of the size in the step that runs.
+ *
+ *   state     | what happens                                        | next
+ *   ----------|-----------------------------------------------------|---------
+ *   OFF       | rbi_learn_start()                                   | SEARCHES
+ *   any on    | a step begins, its batch is within `upper` / is not | WAITS / SEARCHES
+ *   SEARCHES  | no other size is to run, `upper` is 0 / is not      | FOUND / WAITS
+ *   SEARCHES  | an OOM, after which the fallback chooses            | RETREATS
+ *   RETREATS  | a micro-batch ends otherwise                        | FOUND
+ *   any on    | an OOM that tells nothing, or with `upper`          | OFF
+ *   any on    | another lighten level, thrashing, a probe, the end  | OFF
+ *   ----------|- the update is done: -------------------------------|---------
+ *   WAITS     | the whole batch runs at its largest size / less     | WAITS / OFF
+ *   SEARCHES  | no micro-batch had the size that was asked for      | OFF
+ *   other     | there is a size to try                              | the next step SEARCHES
+ *   other     | none, and a larger batch may have / has none        | the next step WAITS / OFF
+ */
+enum rbi_learn_state {
+    RBI_LEARN_OFF,
+    RBI_LEARN_SEARCHES,
+    RBI_LEARN_RETREATS,
+    RBI_LEARN_FOUND,
+    RBI_LEARN_WAITS /* for a batch that is larger than `upper` */
 };
+
+/* What is learned from the micro-batch that runs. */
+enum rbi_learn_attempt {
+    RBI_ATTEMPT_PLAIN,
+    RBI_ATTEMPT_WATCHED, /* by the tuner */
+    RBI_ATTEMPT_FRESH    /* what is reserved: cached memory was returned before it */
+};
+
+struct rbi_learning {
+    enum rbi_learn_state state;
+    enum rbi_learn_attempt attempt;
+    bool has_stepped; /* a step was done meanwhile */
+    size_t chosen;    /* size of the micro-batch to learn from; 0: none */
+    size_t upper;     /* what limits and batch allowed, and fitted; 0: learning is not over */
+    unsigned lighten; /* the level when it began */
+    struct rbi_tuner tuner;
+
+    /* by a meter (approach.c) */
+    size_t begun;      /* the size with which the step that runs began */
+    size_t fresh;      /* the size that ran so last */
+    size_t failed;     /* the size that ran out of memory; 0: none did */
+    uint32_t squeezed; /* steps in a row at the size in which the meter counted retries */
+};
+
+static inline bool rbi_learn_is_on(const struct rbi_learning *learning)
+{
+    return learning->state != RBI_LEARN_OFF;
+}
 
 /* Whether sizes approach the largest from below, by a meter's figures (approach.c). */
 bool rbi_learn_approaches(const rebatch *rb);
