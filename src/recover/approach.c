@@ -71,7 +71,7 @@ size_t rbi_approach_next(rebatch *rb, size_t left)
         return next;
     if (learning->begun != size || rb->run.report.ooms)
         return size; /* a whole step is yet to run at it */
-    if (rb->run.meter_retries)
+    if (rb->run.meter.retries)
         return ++learning->squeezed < SQUEEZED_MOST ? size : 0;
     learning->squeezed = 0;
     return learning->failed ? halfway(rb, size) : beyond_line(rb, size);
@@ -98,7 +98,7 @@ void rbi_approach_begin(rebatch *rb, size_t count)
 bool rbi_approach_failed(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
-    const uint64_t available = rb->run.failure.available_bytes;
+    const uint64_t available = rb->run.ooms.failure.available_bytes;
     const bool is_first = !learning->failed;
     learning->failed = count;
     /* Growth is not to try it again with as much, whatever the figures say of it. */

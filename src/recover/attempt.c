@@ -20,7 +20,7 @@ bool rbi_callback_includes_thread(const rebatch *rb)
 
 bool rbi_callback_may_fail(const rebatch *rb)
 {
-    return !rb->run.retried_same && rb->run.batches_failed < RBI_INJECTED_BATCHES;
+    return !rb->run.ooms.retried_same && rb->run.ooms.batches_failed < RBI_INJECTED_BATCHES;
 }
 
 void rebatch_mutating(rebatch *rb)
@@ -236,7 +236,7 @@ static rebatch_status confirm_oom(rebatch *rb)
  * what they are. */
 static void count_buffers(rebatch *rb)
 {
-    struct rbi_failure *failure = &rb->run.failure;
+    struct rbi_failure *failure = &rb->run.ooms.failure;
     const bool is_sized = failure->phase == REBATCH_PHASE_FORWARD ||
                           failure->phase == REBATCH_PHASE_BACKWARD ||
                           failure->phase == REBATCH_PHASE_MAP;
@@ -247,14 +247,114 @@ static void count_buffers(rebatch *rb)
         failure->need_bytes += rbi_resize_bytes(rb);
 }
 
-/* Fills in the run's failure from what the pool saw, `oom`; NULL: nothing. `used` is what the
- * callback used; NULL: not known. */
-static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
-                         const struct rbi_used *used)
+/* What a micro-batch needed, with the buffers of its size, and which blocks it leaves in use. Those
+ * for a larger size tell nothing of its own. By cost sizes hardly ever repeat, and nothing is held
+ * for one. */
+static void learn_need(rebatch *rb)
 {
-    struct rbi_failure *failure = &rb->run.failure;
-    *failure = (struct rbi_failure){.phase = phase};
-    if (oom) {
+    struct rbi_used used;
+    const bool is_measured = rbi_meter_end(&used, rb);
+    const size_t made_for = rb->run.by_cost ? rb->run.cut.most_cost / 2 : rb->buffers.size;
+    const bool has_larger =
+        rb->run.cut.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
+    if (!is_measured || has_larger)
+        return;
+    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
+    if (rb->sizes.learning.attempt == RBI_ATTEMPT_FRESH)
+        run.reserved_bytes = used.reserved_bytes;
+    if (used.keeps_blocks && !rb->run.by_cost && !rbi_meter_is_set(rb)) {
+        run.kept_from = rb->run.use.first_sequence;
+        run.kept_to = rbi_pool_allocations(rb->pool);
+    }
+    rbi_need_learn_run(rb, rb->run.cut.size, &run);
+}
+
+/* What an update needs that makes nothing to keep is what the next one will need too. */
+static void learn_update(rebatch *rb)
+{
+    struct rbi_used used;
+    if (rbi_meter_end(&used, rb) && !used.keeps_blocks)
+        rb->update_bytes = used.peak_bytes;
+}
+
+/* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
+ * own open fails, with all of them open still. */
+static rebatch_status commit(rebatch *rb, const struct rbi_call *call)
+{
+    const rebatch_microbatch *const mb = call->mb;
+    if (mb && (rb->run.ops->flags & REBATCH_SCOPED_MEMORY)) {
+        rbi_assert(rbi_is_on(rb->options.reclaim)); /* rbi_step_check() has seen to it */
+        const rebatch_status status = rb->any_stream ? rbi_callback_wait(rb) : REBATCH_OK;
+        if (status)
+            return status;
+        rbi_scope_free_blocks(rb->pool, call->scope);
+    }
+    if (rbi_scope_commit_phase(&rb->run.use, rb->pool, call->scope))
+        return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
+    if (mb && !mb->is_abandoned)
+        learn_need(rb);
+    if (call->which == RBI_OPTIMIZER)
+        learn_update(rb);
+    if (rb->callback.has_mutated)
+        rb->declares[call->which] = address_of(rb, call->which);
+    return REBATCH_OK;
+}
+
+/* What a callback has failed with, as its scope shows while it is open. */
+struct loss {
+    rebatch_status status;
+    rebatch_phase phase;
+    bool is_told;     /* the callback has said why */
+    bool pool_failed; /* a request of its own, which `oom` is about */
+    rebatch_oom_report oom;
+    bool is_measured;
+    struct rbi_used used;
+};
+
+/* Ends the callback's phase, and waits for its work: nothing must be at work in what is taken back.
+ * As long as the scope is open, OOMs of other threads are not counted. */
+static struct loss classify(rebatch *rb, const struct rbi_call *call, rebatch_status status)
+{
+    struct loss loss = {.status = status, .phase = phase_of(rb, call->which)};
+    rbi_assert(status != REBATCH_OK && !rb->callback.is_running);
+    rbi_scope_end_phase(&rb->run.use, rb->pool, call->scope);
+    loss.is_told =
+        rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
+    if (status == REBATCH_OOM) {
+        loss.status = confirm_oom(rb);
+        if (loss.status != REBATCH_OOM)
+            rbi_result_say(rb, call, loss.status, "returned REBATCH_OOM, and the device");
+    } else if (rb->any_stream) {
+        (void)rbi_callback_wait(rb);
+    }
+    loss.pool_failed = rbi_pool_oom_count(rb->pool) != call->pool_ooms;
+    rbi_pool_last_own_oom(&loss.oom, rb->pool);
+    loss.is_measured = rbi_meter_end(&loss.used, rb);
+    return loss;
+}
+
+/* What the callback allocated is taken back, unless it was an update that had begun, for its
+ * pointers may be in use. */
+static void undo(rebatch *rb, const struct rbi_call *call, const struct loss *loss)
+{
+    rb->run.report.torn = loss->phase == REBATCH_PHASE_UPDATE;
+    rbi_assert(!rb->run.report.torn || call->which == RBI_OPTIMIZER);
+    if (rb->run.report.torn)
+        rbi_scope_commit_all(rb->pool, call->scope);
+    else
+        (void)rbi_scope_undo(rb->pool, call->scope);
+}
+
+/* Fills in the run's failure, by what is available now that memory was taken back. */
+static void note_failure(rebatch *rb, const struct loss *loss)
+{
+    struct rbi_failure *failure = &rb->run.ooms.failure;
+    const struct rbi_used *used = loss->is_measured ? &loss->used : NULL;
+    *failure = (struct rbi_failure){.phase = loss->phase,
+                                    .is_unexplained = !loss->pool_failed && !loss->is_told &&
+                                                      rbi_is_on(rb->options.reclaim)};
+    if (loss->pool_failed) {
+        const rebatch_oom_report *oom = &loss->oom;
         failure->is_injected = rb->launch.user && rb->launch.has_injected(rb->launch.user);
         failure->asked_bytes = oom->asked_bytes;
         const uint64_t before = used ? used->live_before : oom->live_bytes;
@@ -270,96 +370,37 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
     count_buffers(rb);
 }
 
-/* What a micro-batch needed, with the buffers of its size, and which blocks it leaves in use. Those
- * for a larger size tell nothing of its own. By cost sizes hardly ever repeat, and nothing is held
- * for one. */
-static void learn_need(rebatch *rb)
+/* Ends a callback that failed. Gives what it has failed with. */
+static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_status status)
 {
-    struct rbi_used used;
-    const bool is_measured = rbi_meter_end(&used, rb);
-    const size_t made_for = rb->run.by_cost ? rb->run.most_cost / 2 : rb->buffers.size;
-    const bool has_larger =
-        rb->run.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
-    if (!is_measured || has_larger)
-        return;
-    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
-    if (rb->sizes.learning.attempt == RBI_ATTEMPT_FRESH)
-        run.reserved_bytes = used.reserved_bytes;
-    if (used.keeps_blocks && !rb->run.by_cost && !rbi_meter_is_set(rb)) {
-        run.kept_from = rb->run.use.first_sequence;
-        run.kept_to = rbi_pool_allocations(rb->pool);
-    }
-    rbi_need_learn_run(rb, rb->run.size, &run);
+    const struct loss loss = classify(rb, call, status);
+    undo(rb, call, &loss);
+    if (loss.status == REBATCH_OOM && rb->run.ooms.failure.is_peers)
+        rb->run.ooms.failure.available_bytes = 0; /* whatever is here, there it was not enough */
+    else if (loss.status == REBATCH_OOM)
+        note_failure(rb, &loss);
+    else if (rb->run.report.torn)
+        rbi_result_say_torn(rb, loss.status);
+    return loss.status;
 }
 
-/* What an update needs that makes nothing to keep is what the next one will need too. */
-static void learn_update(rebatch *rb)
+/* ---- its beginning and end ---- */
+
+/* Opens the callback's scope, and a phase of the pool's plan with `key`; 0: none. */
+static rebatch_status open_call(rebatch *rb, struct rbi_call *call, uint64_t key)
 {
-    struct rbi_used used;
-    if (rbi_meter_end(&used, rb) && !used.keeps_blocks)
-        rb->update_bytes = used.peak_bytes;
+    call->error_changes = rbi_error_changes();
+    const rebatch_status status = rbi_scope_open_phase(rb, &call->scope, key);
+    call->pool_ooms = rbi_pool_oom_count(rb->pool);
+    return status;
 }
 
-/* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
- * own open fails, with all of them open still. */
-static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
-                             const rebatch_microbatch *mb)
+/* The same of lighten and resize, which may change guarded state for good. */
+static rebatch_status open_change(rebatch *rb, struct rbi_call *call)
 {
-    if (mb && (rb->run.ops->flags & REBATCH_SCOPED_MEMORY)) {
-        rbi_assert(rbi_is_on(rb->options.reclaim)); /* rbi_step_check() has seen to it */
-        const rebatch_status status = rb->any_stream ? rbi_callback_wait(rb) : REBATCH_OK;
-        if (status)
-            return status;
-        rbi_scope_free_blocks(rb->pool, scope);
-    }
-    if (rbi_scope_commit_phase(&rb->run.use, rb->pool, scope))
-        return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
-    if (mb && !mb->is_abandoned)
-        learn_need(rb);
-    if (which == RBI_OPTIMIZER)
-        learn_update(rb);
-    if (rb->callback.has_mutated)
-        rb->declares[which] = address_of(rb, which);
-    return REBATCH_OK;
-}
-
-/* Ends a callback that failed: what it allocated is taken back, unless it was an update that had
- * begun, for its pointers may be in use. Gives what the callback has failed with. */
-static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_scope scope,
-                              rebatch_status status, uint64_t ooms_before)
-{
-    const rebatch_phase phase = phase_of(rb, call->which);
-    rbi_assert(status != REBATCH_OK && !rb->callback.is_running);
-    rbi_scope_end_phase(&rb->run.use, rb->pool, scope);
-    const bool is_told =
-        rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
-    if (status == REBATCH_OOM) {
-        status = confirm_oom(rb);
-        if (status != REBATCH_OOM)
-            rbi_result_say(rb, call, status, "returned REBATCH_OOM, and the device");
-    } else if (rb->any_stream) {
-        (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
-    }
-    /* As long as the scope is open, other threads' are not counted. */
-    const bool pool_failed = rbi_pool_oom_count(rb->pool) != ooms_before;
-    rebatch_oom_report oom;
-    rbi_pool_last_own_oom(&oom, rb->pool);
-    rb->run.report.torn = phase == REBATCH_PHASE_UPDATE;
-    rbi_assert(!rb->run.report.torn || call->which == RBI_OPTIMIZER);
-    struct rbi_used used;
-    const bool is_measured = rbi_meter_end(&used, rb);
-    if (rb->run.report.torn)
-        rbi_scope_commit_all(rb->pool, scope);
-    else
-        (void)rbi_scope_undo(rb->pool, scope);
-    if (status == REBATCH_OOM && rb->run.failure.is_peers) {
-        rb->run.failure.available_bytes = 0; /* whatever there is here, it was not enough there */
-    } else if (status == REBATCH_OOM) {
-        note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);
-        rb->run.failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);
-    } else if (rb->run.report.torn) {
-        rbi_result_say_torn(rb, status);
-    }
+    const rebatch_status status = open_call(rb, call, 0);
+    if (!status)
+        rbi_guards_begin_change(rb, RBI_CHANGE_CALLBACK);
     return status;
 }
 
@@ -419,7 +460,7 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
  * may be smaller, and does more: it puts the sums where the update finds them. */
 static uint64_t key_of(const rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
 {
-    const uint64_t size = mb ? rb->run.size : 0;
+    const uint64_t size = mb ? rb->run.cut.size : 0;
     const uint64_t is_last = mb && mb->first + mb->count == rb->run.batch;
     return ((size * RBI_CALLBACKS + (uint64_t)which) * 2 + is_last) * UINT64_C(0x9e3779b97f4a7c15) +
            rb->lighten + 1;
@@ -441,24 +482,22 @@ static void warn_of_swallowed(rebatch *rb, enum rbi_callback which, const rebatc
 
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
 {
-    const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
+    struct rbi_call call = {.which = which, .mb = mb};
     rbi_assert((mb != NULL) == (which == RBI_FORWARD_BACKWARD || which == RBI_MAP));
-    rbi_assert(!mb || (mb->count > 0 && rb->run.size > 0));
-    rebatch_scope scope;
-    rebatch_status status = rbi_scope_open_phase(rb, &scope, key_of(rb, which, mb));
+    rbi_assert(!mb || (mb->count > 0 && rb->run.cut.size > 0));
+    rebatch_status status = open_call(rb, &call, key_of(rb, which, mb));
     if (status)
         return status;
-    const uint64_t ooms = rbi_pool_oom_count(rb->pool);
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
     if (status == REBATCH_OK)
         status = check_promise(rb, &call);
     if (status == REBATCH_OK)
-        status = commit(rb, which, scope, mb);
+        status = commit(rb, &call);
     if (status)
-        return give_up(rb, &call, scope, status, ooms);
-    if (rbi_pool_oom_count(rb->pool) != ooms)
+        return give_up(rb, &call, status);
+    if (rbi_pool_oom_count(rb->pool) != call.pool_ooms)
         warn_of_swallowed(rb, which, mb);
     if (which == RBI_OPTIMIZER) {
         rb->has_updated = true;
@@ -516,25 +555,22 @@ static bool may_come_back(void *user, const void *address)
 
 rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 {
-    const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
+    struct rbi_call call = {.which = RBI_RESIZE, .level = size};
     rbi_assert(size > 0 && rb->buffers.size == 0);
-    rebatch_scope scope;
-    rebatch_status status = rbi_scope_open(rb, &scope);
+    rebatch_status status = open_change(rb, &call);
     if (status)
         return status;
-    const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    rbi_guards_begin_change(rb, RBI_CHANGE_CALLBACK);
     rbi_former_begin(rb->pool, owner_of(rb));
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
-    const uint64_t first_sequence = rbi_scope_first_sequence(rb->pool, scope);
-    status = commit_resize(rb, scope, status, first_sequence);
+    const uint64_t first_sequence = rbi_scope_first_sequence(rb->pool, call.scope);
+    status = commit_resize(rb, call.scope, status, first_sequence);
     if (status) /* the program has overwritten its pointers to what it freed */
-        rbi_former_finish_frees(rb->pool, scope, may_come_back, rb);
+        rbi_former_finish_frees(rb->pool, call.scope, may_come_back, rb);
     const void *const doubtful = rbi_former_end(rb->pool, first_sequence, status != REBATCH_OK);
     if (status)
-        status = give_up(rb, &call, scope, status, ooms);
+        status = give_up(rb, &call, status);
     rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, status == REBATCH_OK);
     if (doubtful && !status)
         warn_of_late_free(rb, doubtful);
@@ -544,13 +580,13 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 /* ---- lighten ---- */
 
 /* The level is in force, so all that it needs stays. */
-static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, rebatch_scope scope)
+static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call)
 {
     rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, true);
     rb->lighten = (unsigned)call->level;
-    rebatch_status status = rbi_scope_commit_finally(rb->pool, scope);
+    rebatch_status status = rbi_scope_commit_finally(rb->pool, call->scope);
     if (status) {
-        rbi_scope_commit_all(rb->pool, scope);
+        rbi_scope_commit_all(rb->pool, call->scope);
         status = rbi_error(REBATCH_E_STATE, "lighten returned with a scope of its own still open");
     }
     const rebatch_status left = find_swallowed(rb, call);
@@ -559,24 +595,21 @@ static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, reba
 
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
 {
-    const struct rbi_call call = {RBI_LIGHTEN, NULL, level, rbi_error_changes()};
+    struct rbi_call call = {.which = RBI_LIGHTEN, .level = level};
     rbi_assert(level == rb->lighten + 1 || level + 1 == rb->lighten);
-    const struct rbi_failure failure = rb->run.failure; /* of the callback before this one */
-    rebatch_scope scope;
-    rebatch_status status = rbi_scope_open(rb, &scope);
+    const struct rbi_failure failure = rb->run.ooms.failure; /* of the callback before this one */
+    rebatch_status status = open_change(rb, &call);
     if (status)
         return status;
-    const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    rbi_guards_begin_change(rb, RBI_CHANGE_CALLBACK);
     status = run(rb, &call);
     if (status == REBATCH_OK) {
-        status = enter_level(rb, &call, scope);
+        status = enter_level(rb, &call);
     } else {
-        status = give_up(rb, &call, scope, status, ooms);
+        status = give_up(rb, &call, status);
         rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, false);
         if (status == REBATCH_E_UNSUPPORTED) /* what it tried is no callback's to answer for */
             (void)rbi_device_take_last_error(rb->device);
     }
-    rb->run.failure = failure;
+    rb->run.ooms.failure = failure;
     return status;
 }

@@ -63,14 +63,14 @@ static size_t cut_by_size(rebatch *rb, size_t first)
     if (left <= size)
         return first ? rbi_rest_size(&rb->options, left) : left;
     if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest) {
-        rb->run.cut_size = 0; /* what it leaves is cut anew */
+        rb->run.cut.even_size = 0; /* what it leaves is cut anew */
         return size;
     }
-    if (first == 0 || rb->run.cut_size != size) {
-        rb->run.cut_size = size;
-        rb->run.is_cut_even = rbi_ends_short(&rb->options, size, left);
+    if (first == 0 || rb->run.cut.even_size != size) {
+        rb->run.cut.even_size = size;
+        rb->run.cut.is_even = rbi_ends_short(&rb->options, size, left);
     }
-    return rb->run.is_cut_even ? rbi_even_size(&rb->options, size, left) : size;
+    return rb->run.cut.is_even ? rbi_even_size(&rb->options, size, left) : size;
 }
 
 /* A micro-batch after which too few samples would be left leaves the smallest size, if it can. */
@@ -99,15 +99,15 @@ void rbi_cut_survey(rebatch *rb)
 {
     struct rbi_run *run = &rb->run;
     if (!run->by_cost || !run->ops->resize ||
-        (run->most_samples && run->most_budget == rb->sizes.budget))
+        (run->cut.most_samples && run->cut.most_budget == rb->sizes.budget))
         return;
-    run->most_samples = run->most_cost = 0;
-    run->most_budget = rb->sizes.budget;
+    run->cut.most_samples = run->cut.most_cost = 0;
+    run->cut.most_budget = rb->sizes.budget;
     bool is_cut = false;
     for (size_t first = 0; first < run->batch;) {
         const size_t count = cut_by_budget(rb, first, &is_cut);
-        run->most_samples = rbi_max(run->most_samples, count);
-        run->most_cost = rbi_max(run->most_cost, cost_of(rb, first, count));
+        run->cut.most_samples = rbi_max(run->cut.most_samples, count);
+        run->cut.most_cost = rbi_max(run->cut.most_cost, cost_of(rb, first, count));
         first += count;
     }
 }
@@ -117,7 +117,7 @@ size_t rbi_cut(rebatch *rb, size_t first)
     if (!rb->run.by_cost)
         return cut_by_size(rb, first);
     rbi_cut_survey(rb); /* an OOM may have lowered the budget */
-    return cut_by_budget(rb, first, &rb->run.cut_by_budget);
+    return cut_by_budget(rb, first, &rb->run.cut.by_budget);
 }
 
 void rbi_size_set(rebatch *rb, size_t size)
@@ -131,7 +131,7 @@ void rbi_size_set(rebatch *rb, size_t size)
 
 size_t rbi_size_get(const rebatch *rb)
 {
-    return rb->run.size;
+    return rb->run.cut.size;
 }
 
 uint64_t rbi_budget(const rebatch *rb)

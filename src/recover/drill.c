@@ -77,7 +77,7 @@ rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
 static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
 {
     rb->run.most = rb->sizes.micro = rbi_max(rb->sizes.micro, mb->count);
-    rb->run.size = rbi_size_of(rb, mb->first, mb->count);
+    rb->run.cut.size = rbi_size_of(rb, mb->first, mb->count);
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
         status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);

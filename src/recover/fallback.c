@@ -7,13 +7,13 @@
 
 static bool has_too_many_in_row(const rebatch *rb)
 {
-    return rb->options.max_ooms_in_row && rb->run.ooms_in_row >= rb->options.max_ooms_in_row;
+    return rb->options.max_ooms_in_row && rb->run.ooms.in_row >= rb->options.max_ooms_in_row;
 }
 
 static bool has_given_up(const rebatch *rb)
 {
-    return rb->run.wasted >= rb->options.max_attempts || has_too_many_in_row(rb) ||
-           rb->run.is_refused_again;
+    return rb->run.ooms.wasted >= rb->options.max_attempts || has_too_many_in_row(rb) ||
+           rb->run.ooms.is_refused_again;
 }
 
 /* After MOST_RETRIES micro-batches of a step, or MOST_RETRY_ROW steps in a row, that needed "once
@@ -25,13 +25,13 @@ static bool has_given_up(const rebatch *rb)
  * memory was there all along, in the wrong place or the wrong hands. */
 static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    const struct rbi_failure *failure = &rb->run.failure;
-    if (rb->run.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
+    const struct rbi_failure *failure = &rb->run.ooms.failure;
+    if (rb->run.ooms.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
     const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
     if (can_shrink && rbi_learn_approaches(rb))
         return false; /* nothing was in the way */
-    if (can_shrink && (failure->is_injected || rb->run.retries >= MOST_RETRIES ||
+    if (can_shrink && (failure->is_injected || rb->run.ooms.retries >= MOST_RETRIES ||
                        rb->sizes.retry_row >= MOST_RETRY_ROW))
         return false; /* with a full device a smaller micro-batch would be next */
     return failure->need_bytes ? failure->need_bytes <= failure->available_bytes
@@ -43,7 +43,7 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
 static size_t refit(const rebatch *rb, size_t failed)
 {
     rbi_assert(failed > 0);
-    const struct rbi_failure *failure = &rb->run.failure;
+    const struct rbi_failure *failure = &rb->run.ooms.failure;
     size_t size = failed - rbi_max(failed / 16, 1);
     if (failure->need_bytes > failure->available_bytes)
         size = rbi_min(size, rbi_saturate((double)failed * (double)failure->available_bytes /
@@ -68,14 +68,14 @@ static size_t predicted_size(rebatch *rb, size_t failed, size_t held)
 {
     if (!goes_by_prediction(rb, held))
         return 0;
-    const bool was_predicted = failed == rb->run.fitted;
-    if (was_predicted && rb->run.refitted)
+    const bool was_predicted = failed == rb->run.ooms.fitted;
+    if (was_predicted && rb->run.ooms.refitted)
         return 0;
-    rb->run.fitted = was_predicted
-                         ? refit(rb, failed)
-                         : rbi_need_largest(rb, failed - 1, rb->run.failure.available_bytes);
-    rb->run.refitted = was_predicted;
-    return rb->run.fitted;
+    rb->run.ooms.fitted =
+        was_predicted ? refit(rb, failed)
+                      : rbi_need_largest(rb, failed - 1, rb->run.ooms.failure.available_bytes);
+    rb->run.ooms.refitted = was_predicted;
+    return rb->run.ooms.fitted;
 }
 
 /* The samples that are to become fewer; 0: no matter how few, it does not help. Smaller buffers
@@ -83,7 +83,7 @@ static size_t predicted_size(rebatch *rb, size_t failed, size_t held)
  * has counted their memory as free. */
 static size_t samples_of(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (rb->run.failure.phase == REBATCH_PHASE_ADMISSION)
+    if (rb->run.ooms.failure.phase == REBATCH_PHASE_ADMISSION)
         return mb->count;
     return rbi_max(mb ? mb->count : 0, rbi_resize_size(rb));
 }
@@ -91,9 +91,9 @@ static size_t samples_of(const rebatch *rb, const rebatch_microbatch *mb)
 /* The same by cost: what the buffers in force were made for. */
 static size_t cost_to_lower(const rebatch *rb)
 {
-    return rb->run.failure.phase == REBATCH_PHASE_ADMISSION
-               ? rb->run.size
-               : rbi_max(rb->run.size, rb->run.most_cost);
+    return rb->run.ooms.failure.phase == REBATCH_PHASE_ADMISSION
+               ? rb->run.cut.size
+               : rbi_max(rb->run.cut.size, rb->run.cut.most_cost);
 }
 
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
@@ -106,7 +106,7 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     if (rbi_round_size(limits, count - 1) == 0)
         return false; /* nothing smaller is allowed */
     /* What an update needs is in no prediction of micro-batches. */
-    const bool is_sized = mb || rb->run.failure.phase == REBATCH_PHASE_RESIZE;
+    const bool is_sized = mb || rb->run.ooms.failure.phase == REBATCH_PHASE_RESIZE;
     const size_t size = rb->run.by_cost ? cost_to_lower(rb) : count;
     const size_t held = rbi_growth_take_held(rb, size);
     const size_t predicted = is_sized ? predicted_size(rb, size, held) : 0;
@@ -141,7 +141,7 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
                                    rebatch_event_kind *kind)
 {
     *kind = REBATCH_EVENT_TORN;
-    if (rb->run.failure.phase == REBATCH_PHASE_UPDATE)
+    if (rb->run.ooms.failure.phase == REBATCH_PHASE_UPDATE)
         return REBATCH_OK;
     *kind = REBATCH_EVENT_EXHAUSTED;
     if (has_given_up(rb))
@@ -149,12 +149,12 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
         (void)rbi_memory_release(rb);
-        rb->run.retried_same = true;
-        rb->run.retries++;
+        rb->run.ooms.retried_same = true;
+        rb->run.ooms.retries++;
         *kind = REBATCH_EVENT_RETRY;
         return REBATCH_OK;
     }
-    rb->run.retried_same = false;
+    rb->run.ooms.retried_same = false;
     if (shrink(rb, mb)) {
         *kind = REBATCH_EVENT_SHRINK;
         return REBATCH_OK;
@@ -172,21 +172,21 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
 {
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
     const uint32_t refused = rb->run.report.ooms_in[REBATCH_PHASE_ADMISSION];
-    if (rb->run.wasted >= rb->options.max_attempts) {
-        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->run.wasted);
+    if (rb->run.ooms.wasted >= rb->options.max_attempts) {
+        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->run.ooms.wasted);
         if (refused)
             rbi_text_add(t, " (%u of them not started)", refused);
         rbi_text_add(t, ": raise max_attempts");
-    } else if (rb->run.is_refused_again) {
+    } else if (rb->run.ooms.is_refused_again) {
         rbi_text_add(t, "; the same size was refused twice in a row with the same memory: free "
                         "memory, or raise the limit");
     } else if (has_too_many_in_row(rb)) {
-        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->run.ooms_in_row);
+        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->run.ooms.in_row);
     } else if (rb->options.on_oom == REBATCH_ON_OOM_STOP) {
         rbi_text_add(t, "; on_oom says stop");
     } else if (mb && smallest > 1) {
         rbi_text_add(t, "; the smallest micro-batch allowed is %zu: lower it", smallest);
-    } else if (rb->run.failure.is_unexplained) {
+    } else if (rb->run.ooms.failure.is_unexplained) {
         rbi_text_add(t,
                      "; REBATCH_OOM, which is %d, was returned, but no allocation is known to have "
                      "failed: return another status for another failure",
@@ -202,7 +202,7 @@ static void add_bound(struct rbi_text *t, const rebatch *rb)
 {
     const char *const what = rb->run.samples_callback == RBI_MAP ? "map" : "step";
     struct rbi_pool_bound bound = {.is_limit = false};
-    if (rbi_meter_is_set(rb) && !rb->run.meter_has_begun)
+    if (rbi_meter_is_set(rb) && !rb->run.meter.has_begun)
         return; /* no callback has run, so nothing was measured */
     rbi_text_add(t, "; ");
     if (!rbi_meter_is_set(rb) && rbi_pool_get_bound(&bound, rb->pool) == REBATCH_OK) {
@@ -244,17 +244,19 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
     char text[512];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
-    add_phase(&t, rb->run.failure.phase, mb);
-    if (rb->run.failure.need_bytes) {
+    add_phase(&t, rb->run.ooms.failure.phase, mb);
+    if (rb->run.ooms.failure.need_bytes) {
         rbi_text_add(&t, ", which");
-        rbi_text_add_need(&t, "needs", rb->run.failure.need_bytes, rb->run.failure.available_bytes);
+        rbi_text_add_need(&t, "needs", rb->run.ooms.failure.need_bytes,
+                          rb->run.ooms.failure.available_bytes);
     }
-    if (rb->run.failure.available_bytes != SIZE_MAX) { /* which is not known */
+    if (rb->run.ooms.failure.available_bytes != SIZE_MAX) { /* which is not known */
         rbi_text_add(&t, ", with ");
-        rbi_text_add_available(&t, rb->run.failure.need_bytes, rb->run.failure.available_bytes);
+        rbi_text_add_available(&t, rb->run.ooms.failure.need_bytes,
+                               rb->run.ooms.failure.available_bytes);
         rbi_text_add(&t, " available");
     }
-    rbi_text_add(&t, "%s", rb->run.failure.is_injected ? " (the failure is injected)" : "");
+    rbi_text_add(&t, "%s", rb->run.ooms.failure.is_injected ? " (the failure is injected)" : "");
     add_bound(&t, rb);
     add_reason(&t, rb, mb);
     add_growth(&t, rb);
@@ -277,41 +279,42 @@ static rebatch_status say_torn(const rebatch *rb)
  * nothing, so it would go on for ever. */
 static void note_refusal(rebatch *rb)
 {
-    const struct rbi_refusal now = {rb->run.failure.phase == REBATCH_PHASE_ADMISSION ? rb->run.size
-                                                                                     : 0,
-                                    rb->lighten, rb->run.failure.available_bytes};
-    const struct rbi_refusal *last = &rb->run.refusal;
-    rb->run.is_refused_again = now.size && now.size == last->size && now.lighten == last->lighten &&
-                               now.available_bytes == last->available_bytes;
-    rb->run.refusal = now;
+    const struct rbi_refusal now = {
+        rb->run.ooms.failure.phase == REBATCH_PHASE_ADMISSION ? rb->run.cut.size : 0, rb->lighten,
+        rb->run.ooms.failure.available_bytes};
+    const struct rbi_refusal *last = &rb->run.ooms.refusal;
+    rb->run.ooms.is_refused_again = now.size && now.size == last->size &&
+                                    now.lighten == last->lighten &&
+                                    now.available_bytes == last->available_bytes;
+    rb->run.ooms.refusal = now;
 }
 
 /* Failures on purpose are as many as somebody asks for. Whoever asks sees to it that the step ends;
  * a check asks for all of them, and counts on the bounds. */
 static bool is_exempt(const rebatch *rb)
 {
-    return rb->run.failure.is_injected && !rb->drill;
+    return rb->run.ooms.failure.is_injected && !rb->drill;
 }
 
 static void count(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     note_refusal(rb);
-    rbi_assert(rb->run.failure.phase < REBATCH_PHASE_COUNT);
+    rbi_assert(rb->run.ooms.failure.phase < REBATCH_PHASE_COUNT);
     rb->run.report.ooms++;
-    rb->run.report.ooms_in[rb->run.failure.phase]++;
+    rb->run.report.ooms_in[rb->run.ooms.failure.phase]++;
     rb->run.report.lost_ns += interrupted->lost_ns;
-    rb->run.batches_failed +=
-        rb->run.failure.is_injected && rb->run.failure.phase == REBATCH_PHASE_BACKWARD;
-    rb->run.wasted += !is_exempt(rb);
-    rb->run.ooms_in_row += rb->run.failure.phase != REBATCH_PHASE_ADMISSION && !is_exempt(rb);
-    if (interrupted->mb && rb->run.failure.phase != REBATCH_PHASE_ADMISSION)
-        rbi_need_learn_least(rb, rb->run.size, rb->run.failure.need_bytes);
+    rb->run.ooms.batches_failed +=
+        rb->run.ooms.failure.is_injected && rb->run.ooms.failure.phase == REBATCH_PHASE_BACKWARD;
+    rb->run.ooms.wasted += !is_exempt(rb);
+    rb->run.ooms.in_row += rb->run.ooms.failure.phase != REBATCH_PHASE_ADMISSION && !is_exempt(rb);
+    if (interrupted->mb && rb->run.ooms.failure.phase != REBATCH_PHASE_ADMISSION)
+        rbi_need_learn_least(rb, rb->run.cut.size, rb->run.ooms.failure.need_bytes);
 }
 
 /* Another rank's OOM: that one chooses what is next. */
 static rebatch_status follow(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
-    rb->run.failure.is_peers = false; /* as far as it is handled here */
+    rb->run.ooms.failure.is_peers = false; /* as far as it is handled here */
     rb->run.report.redone_samples += interrupted->redone_samples;
     rb->run.report.lost_ns += interrupted->lost_ns;
     return REBATCH_OK;
@@ -320,26 +323,26 @@ static rebatch_status follow(rebatch *rb, const struct rbi_interrupted *interrup
 rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     rbi_assert(rb->run.ops && !rb->callback.is_running);
-    if (rb->run.failure.is_peers)
+    if (rb->run.ooms.failure.is_peers)
         return follow(rb, interrupted);
     const rebatch_microbatch *mb = interrupted->mb;
-    rebatch_event event = {.phase = rb->run.failure.phase,
+    rebatch_event event = {.phase = rb->run.ooms.failure.phase,
                            .attempt = mb ? mb->attempt : 0,
                            .first = mb ? mb->first : 0,
                            .count = mb ? mb->count : 0,
                            .batch = rb->run.batch,
                            .micro_before = rbi_micro_size(rb, rb->run.batch),
-                           .cost = mb && rb->run.by_cost ? rb->run.size : 0,
+                           .cost = mb && rb->run.by_cost ? rb->run.cut.size : 0,
                            .cost_before = rbi_budget(rb),
                            .lighten_before = rb->lighten,
                            .lost_ns = interrupted->lost_ns,
-                           .asked_bytes = rb->run.failure.asked_bytes,
-                           .needed_bytes = rb->run.failure.need_bytes,
-                           .available_bytes = rb->run.failure.available_bytes,
-                           .is_unexplained = rb->run.failure.is_unexplained,
-                           .is_injected = rb->run.failure.is_injected};
+                           .asked_bytes = rb->run.ooms.failure.asked_bytes,
+                           .needed_bytes = rb->run.ooms.failure.need_bytes,
+                           .available_bytes = rb->run.ooms.failure.available_bytes,
+                           .is_unexplained = rb->run.ooms.failure.is_unexplained,
+                           .is_injected = rb->run.ooms.failure.is_injected};
     count(rb, interrupted);
-    rbi_growth_set_back(rb, rb->run.failure.available_bytes);
+    rbi_growth_set_back(rb, rb->run.ooms.failure.available_bytes);
     const rebatch_status status = choose_stage(rb, mb, &event.kind);
     if (status)
         return status;

@@ -91,5 +91,5 @@ bool rbi_session_has_updated(const rebatch *rb)
 
 const struct rbi_failure *rbi_session_failure(const rebatch *rb)
 {
-    return &rb->run.failure;
+    return &rb->run.ooms.failure;
 }

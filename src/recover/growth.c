@@ -177,7 +177,7 @@ size_t rbi_growth_larger(rebatch *rb)
 /* Whether a larger size would make a difference. */
 static bool is_cut(const rebatch *rb, size_t batch)
 {
-    return rb->run.by_cost ? rb->run.cut_by_budget
+    return rb->run.by_cost ? rb->run.cut.by_budget
                            : rbi_micro_size(rb, batch) < rbi_micro_upper(rb, batch);
 }
 

@@ -220,14 +220,14 @@ static bool is_done(const rebatch *rb)
     const size_t upper = rbi_micro_upper(rb, rb->run.batch);
     if (learning->tuner.user)
         return learning->tuner.is_done(learning->tuner.user, upper);
-    return rb->run.by_cost ? rb->run.cut_by_budget : rbi_micro_size(rb, rb->run.batch) < upper;
+    return rb->run.by_cost ? rb->run.cut.by_budget : rbi_micro_size(rb, rb->run.batch) < upper;
 }
 
 /* Whether no larger size is to be had of this batch. */
 static bool is_whole(const rebatch *rb)
 {
     return rb->run.by_cost
-               ? !rb->run.cut_by_budget
+               ? !rb->run.cut.by_budget
                : rbi_micro_size(rb, rb->run.batch) == rbi_micro_upper(rb, rb->run.batch);
 }
 

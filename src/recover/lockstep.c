@@ -57,7 +57,7 @@ static void owe(rebatch *rb, rebatch_status status)
 {
     rbi_assert(status != REBATCH_OK && rb->run.lockstep.owed == REBATCH_OK);
     rb->run.lockstep.owed = status;
-    rb->run.lockstep.owed_failure = rb->run.failure;
+    rb->run.lockstep.owed_failure = rb->run.ooms.failure;
     if (status != REBATCH_OOM)
         rb->run.lockstep.owed_said = rbi_said_take(rb, status);
 }
@@ -93,7 +93,7 @@ static rebatch_status choose(rebatch *rb, struct rbi_progress *progress, rebatch
         return status;
     rb->run.most = words[SIZE];
     rbi_assert(rb->run.most > 0);
-    rb->run.cut_size = 0; /* what is decided of the cut is decided now, on all ranks */
+    rb->run.cut.even_size = 0; /* what is decided of the cut is decided now, on all ranks */
     const rebatch_status lightened = lighten_to(rb, (unsigned)~words[LEVEL]);
     if (lightened)
         owe(rb, lightened);
@@ -114,9 +114,10 @@ static rebatch_status vote_on(rebatch *rb, enum outcome outcome, rebatch_status 
     if (lockstep->verdict || words[OUTCOME] == SUCCEEDED)
         return lockstep->verdict;
     if (outcome == SUCCEEDED)
-        rb->run.failure = (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD, .is_peers = true};
+        rb->run.ooms.failure =
+            (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD, .is_peers = true};
     if (words[OUTCOME] == RUN_BATCH_AGAIN)
-        rb->run.failure.phase = REBATCH_PHASE_BACKWARD;
+        rb->run.ooms.failure.phase = REBATCH_PHASE_BACKWARD;
     lockstep->verdict = REBATCH_OOM;
     return REBATCH_OOM;
 }
@@ -128,7 +129,7 @@ static rebatch_status vote_owed(rebatch *rb)
     const rebatch_status owed = lockstep->owed;
     rbi_assert(owed != REBATCH_OK);
     lockstep->owed = REBATCH_OK;
-    rb->run.failure = lockstep->owed_failure;
+    rb->run.ooms.failure = lockstep->owed_failure;
     return owed == REBATCH_OOM ? vote_on(rb, RUN_BATCH_AGAIN, REBATCH_OK, NULL)
                                : vote_on(rb, SUCCEEDED, owed, &lockstep->owed_said);
 }
@@ -156,7 +157,7 @@ rebatch_status rebatch_mutating_together(rebatch *rb)
  * allocates there is taken back. */
 static void abandon(rebatch *rb, const rebatch_microbatch *mb)
 {
-    const struct rbi_failure failure = rb->run.failure;
+    const struct rbi_failure failure = rb->run.ooms.failure;
     rebatch_microbatch abandoned = *mb;
     abandoned.is_abandoned = true;
     rebatch_scope own;
@@ -165,7 +166,7 @@ static void abandon(rebatch *rb, const rebatch_microbatch *mb)
         (void)rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &abandoned);
         (void)rbi_scope_undo(rb->pool, own);
     }
-    rb->run.failure = failure;
+    rb->run.ooms.failure = failure;
 }
 
 /* It failed before the ranks had voted. */
@@ -175,7 +176,7 @@ static rebatch_status fail(rebatch *rb, const rebatch_microbatch *mb, rebatch_st
     const struct rbi_said said = rbi_said_take(rb, is_oom ? REBATCH_OK : status);
     abandon(rb, mb);
     const enum outcome outcome =
-        rb->run.failure.phase == REBATCH_PHASE_BACKWARD ? RUN_BATCH_AGAIN : RUN_SAMPLES_AGAIN;
+        rb->run.ooms.failure.phase == REBATCH_PHASE_BACKWARD ? RUN_BATCH_AGAIN : RUN_SAMPLES_AGAIN;
     return is_oom ? vote_on(rb, outcome, REBATCH_OK, &said) : vote_on(rb, SUCCEEDED, status, &said);
 }
 
@@ -193,7 +194,7 @@ static rebatch_status say_undeclared(const rebatch *rb, const rebatch_microbatch
 
 /* After an attempt that ended with `status`: the collectives that it has not called, and the vote
  * on it, where it has not voted. REBATCH_OK: the samples are accumulated everywhere. REBATCH_OOM:
- * it runs again, on all ranks, by rb->run.failure. Any other status is fatal here. */
+ * it runs again, on all ranks, by rb->run.ooms.failure. Any other status is fatal here. */
 static rebatch_status end_attempt(rebatch *rb, const rebatch_microbatch *mb, rebatch_status status)
 {
     struct rbi_lockstep *const lockstep = &rb->run.lockstep;

@@ -37,16 +37,16 @@ void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
         return;
     rebatch_meter_reading reading;
     const bool has_size = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP;
-    rb->meter.begin(phase, has_size ? rb->run.size : 0, rb->meter.user);
+    rb->meter.begin(phase, has_size ? rb->run.cut.size : 0, rb->meter.user);
     rb->callback.meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
-    if (!rb->run.meter_has_begun)
+    if (!rb->run.meter.has_begun)
         rb->run.live_before = rb->callback.meter_live;
-    rb->run.meter_has_begun = true;
+    rb->run.meter.has_begun = true;
 }
 
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
 {
-    rbi_assert(!rbi_meter_is_set(rb) || rb->run.meter_has_begun);
+    rbi_assert(!rbi_meter_is_set(rb) || rb->run.meter.has_begun);
     *out = (struct rbi_used){0};
     if (!rbi_meter_is_set(rb)) {
         *out = (struct rbi_used){.live_before = rb->run.use.live_before,
@@ -56,9 +56,9 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
     }
     rebatch_meter_reading reading;
     const bool is_read = read_meter(&reading, rb);
-    rb->run.meter_retries += reading.retries;
+    rb->run.meter.retries += reading.retries;
     if (!is_read || !reading.peak_bytes) {
-        rb->run.meter_peak_is_unknown = true;
+        rb->run.meter.peak_is_unknown = true;
         return false;
     }
     out->live_before = rb->callback.meter_live;
@@ -67,7 +67,7 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
     out->reserved_bytes =
         reading.reserved_peak_bytes - rbi_min(reading.reserved_peak_bytes, rb->callback.meter_live);
     out->keeps_blocks = reading.live_bytes > rb->callback.meter_live;
-    rb->run.meter_peak = rbi_max(rb->run.meter_peak, reading.peak_bytes);
+    rb->run.meter.peak = rbi_max(rb->run.meter.peak, reading.peak_bytes);
     return true;
 }
 
@@ -93,7 +93,7 @@ uint64_t rbi_memory_step_peak(const rebatch *rb)
 {
     if (!rbi_meter_is_set(rb))
         return rbi_pool_peak_since_mark(rb->pool);
-    return rb->run.meter_peak_is_unknown ? 0 : rb->run.meter_peak;
+    return rb->run.meter.peak_is_unknown ? 0 : rb->run.meter.peak;
 }
 
 rebatch_status rbi_memory_available(size_t *out, const rebatch *rb)

@@ -51,7 +51,7 @@ size_t rbi_micro_size(const rebatch *rb, size_t batch);
 /* How many samples the micro-batch has that begins with `first`. */
 size_t rbi_cut(rebatch *rb, size_t first);
 /* By cost, with a resize: finds what the budget in force makes of the batch, for which buffers are
- * made (run.most_samples, most_cost). */
+ * made (run.cut.most_samples, most_cost). */
 void rbi_cut_survey(rebatch *rb);
 /* The budget, for reports: 0 where there is none, or no bound. */
 uint64_t rbi_budget(const rebatch *rb);
@@ -318,7 +318,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size);
 
 /* Runs lighten. Once it has returned REBATCH_OK the level is in force, rb->lighten, and what it
  * allocated and freed stays so whatever becomes of the step; also where an error that surfaces late
- * ends the step. Else it has changed nothing. rb->run.failure stays as it is. */
+ * ends the step. Else it has changed nothing. rb->run.ooms.failure stays as it is. */
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level);
 
 /* Waits for the work that callbacks have enqueued. */
@@ -330,7 +330,10 @@ struct rbi_call {
     enum rbi_callback which;
     const rebatch_microbatch *mb; /* of forward_backward */
     size_t level;                 /* of lighten; of resize: the size */
-    uint64_t error_changes;       /* rbi_error_changes() when it began */
+    /* when it began (attempt.c) */
+    uint64_t error_changes; /* rbi_error_changes() */
+    uint64_t pool_ooms;
+    rebatch_scope scope; /* its own */
 };
 
 /* What the step goes by: the result itself, or REBATCH_E_STATE for one that no callback may return.
@@ -524,7 +527,8 @@ rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb);
 rebatch_status rbi_samples_try(rebatch *rb, const rebatch_microbatch *mb);
 /* The micro-batch is in the accumulators. */
 void rbi_samples_succeeded(rebatch *rb, struct rbi_progress *progress);
-/* After an OOM, by rb->run.failure: chooses how to go on, and takes back what has to run again. */
+/* After an OOM, by rb->run.ooms.failure: chooses how to go on, and takes back what has to run
+ * again. */
 rebatch_status rbi_samples_recover(rebatch *rb, struct rbi_progress *progress);
 
 /* ---- what follows the samples (update.c) ---- */
@@ -627,6 +631,39 @@ struct rbi_failed_range {
     size_t first, end;
 };
 
+/* Where the run's micro-batches are cut (cost.c). */
+struct rbi_run_cut {
+    size_t size;                    /* of the one that runs, or ran last */
+    bool by_budget;                 /* one was */
+    bool is_even;                   /* into fewer samples, lest the last one has too few */
+    size_t even_size;               /* for which is_even was decided; 0: none */
+    size_t most_samples, most_cost; /* of a micro-batch, by rbi_cut_survey(); 0: not known */
+    size_t most_budget;             /* the budget for which they hold */
+};
+
+/* What a meter has said in the run (meter.c). */
+struct rbi_run_meter {
+    bool has_begun;
+    bool peak_is_unknown; /* a callback was not measured */
+    uint64_t peak;
+    uint64_t retries;
+};
+
+/* The OOMs of the run, and what was done about them (fallback.c). */
+struct rbi_run_ooms {
+    struct rbi_failure failure; /* the last one */
+    size_t failed_count;        /* <= rb->failed_room */
+    uint32_t wasted;            /* that max_attempts bounds: those that were not made on purpose */
+    uint32_t batches_failed;    /* on purpose, each of which runs the batch again as a whole */
+    uint32_t in_row;            /* since something succeeded */
+    size_t fitted;              /* the size that a prediction chose; 0: none did */
+    bool refitted;              /* which was chosen after one that did not hold */
+    struct rbi_refusal refusal;
+    bool is_refused_again; /* at the same size, with the same memory */
+    uint32_t retries;      /* micro-batches of the step that ran once more at their size */
+    bool retried_same;     /* the stage "once more" is used up until something succeeds */
+};
+
 /* The step or map that runs, or ran last. rbi_run_begin() sets all of it, in one assignment;
  * between runs `most` is SIZE_MAX and `samples_callback` RBI_FORWARD_BACKWARD. */
 struct rbi_run {
@@ -648,34 +685,10 @@ struct rbi_run {
     uint64_t live_before; /* in use when it began */
     uint64_t pool_ooms;   /* of the pool, when it began */
     uint64_t zeroed_from, zeroed_to; /* sequences of the blocks that zero_grad made */
-
-    /* where micro-batches are cut */
-    size_t size;                    /* of the one that runs, or ran last */
-    bool cut_by_budget;             /* one was */
-    bool is_cut_even;               /* into fewer samples, lest the last one has too few */
-    size_t cut_size;                /* for which is_cut_even was decided; 0: none */
-    size_t most_samples, most_cost; /* of a micro-batch, by rbi_cut_survey(); 0: not known */
-    size_t most_budget;             /* the budget for which they hold */
-
-    /* by the meter */
-    bool meter_has_begun;
-    bool meter_peak_is_unknown; /* a callback was not measured */
-    uint64_t meter_peak;
-    uint64_t meter_retries;
-
-    /* about OOMs */
-    struct rbi_scope_use use; /* of the pool, by the last callback */
-    struct rbi_failure failure;
-    size_t failed_count; /* <= rb->failed_room */
-    uint32_t wasted;     /* OOMs that max_attempts bounds: those that were not made on purpose */
-    uint32_t batches_failed; /* on purpose, each of which runs the batch again as a whole */
-    size_t fitted;           /* the size that a prediction chose; 0: none did */
-    bool refitted;           /* which was chosen after one that did not hold */
-    uint32_t ooms_in_row;    /* since something succeeded */
-    struct rbi_refusal refusal;
-    bool is_refused_again; /* at the same size, with the same memory */
-    uint32_t retries;      /* micro-batches of the step that ran once more at their size */
-    bool retried_same;     /* the stage "once more" is used up until something succeeds */
+    struct rbi_scope_use use;        /* of the pool, by the last callback */
+    struct rbi_run_cut cut;
+    struct rbi_run_meter meter;
+    struct rbi_run_ooms ooms;
 };
 
 /* The callback that runs, or ran last. Its start sets all of it, in one assignment. */
@@ -714,7 +727,7 @@ struct rebatch {
     /* of steps and maps */
     struct rbi_run run;
     struct rbi_outer outer;
-    struct rbi_failed_range *failed; /* of the run: run.failed_count of them */
+    struct rbi_failed_range *failed; /* of the run: run.ooms.failed_count of them */
     size_t failed_room;              /* at least options.max_attempts */
     struct rbi_running callback;
     jmp_buf escape; /* out of it */

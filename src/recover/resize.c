@@ -20,7 +20,7 @@ static size_t due_size(const rebatch *rb)
 {
     if (rb->run.is_probe)
         return rbi_min(rbi_round_size_up(&rb->options, 1), rb->run.batch);
-    return rb->run.by_cost ? rb->run.most_samples : rbi_micro_size(rb, rb->run.batch);
+    return rb->run.by_cost ? rb->run.cut.most_samples : rbi_micro_size(rb, rb->run.batch);
 }
 
 /* Whether memory has made the size smaller than the buffers' since they were made. */
@@ -132,7 +132,7 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
                                    .pool = rb->pool,
                                    .stream = rb->options.stream,
                                    .rank_batch = rb->run.batch};
-    rb->run.size = size;
+    rb->run.cut.size = size;
     rebatch_status status = rbi_resize_to(rb, count);
     if (!status)
         status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);

@@ -21,7 +21,7 @@ struct rbi_progress rbi_samples_begin(rebatch *rb)
 static uint32_t attempts_of(const rebatch *rb, size_t sample)
 {
     uint32_t attempts = 0;
-    for (size_t i = 0; i < rb->run.failed_count; i++)
+    for (size_t i = 0; i < rb->run.ooms.failed_count; i++)
         attempts += rb->failed[i].first <= sample && sample < rb->failed[i].end;
     return attempts;
 }
@@ -35,20 +35,20 @@ void rbi_samples_cut(rebatch *rb, struct rbi_progress *progress)
     if (room) /* after an OOM the budget may cut otherwise than buffers are made for */
         mb->count = rbi_min(mb->count, room);
     rbi_assert(mb->count > 0 && mb->count <= rb->run.batch - mb->first);
-    rb->run.size = rbi_size_of(rb, mb->first, mb->count);
+    rb->run.cut.size = rbi_size_of(rb, mb->first, mb->count);
     mb->attempt = attempts_of(rb, mb->first);
 }
 
 rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
 {
     const bool is_last_resort = rbi_round_size(&rb->options, mb->count - 1) == 0;
-    if (!rbi_session_admits(rb) || is_last_resort || rb->run.retried_same ||
+    if (!rbi_session_admits(rb) || is_last_resort || rb->run.ooms.retried_same ||
         rbi_growth_overrules(rb))
         return REBATCH_OK;
     uint64_t need;
-    if (!rbi_need_predict_surely(&need, rb, rb->run.size) || need == 0)
+    if (!rbi_need_predict_surely(&need, rb, rb->run.cut.size) || need == 0)
         return REBATCH_OK;
-    need -= rbi_min(need, rbi_need_held(rb, rb->run.size));
+    need -= rbi_min(need, rbi_need_held(rb, rb->run.cut.size));
     const uint64_t missing = need - rbi_min(need, rbi_resize_bytes(rb));
     if (missing == 0)
         return REBATCH_OK;
@@ -57,7 +57,7 @@ rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
         return status;
     size_t available;
     (void)rbi_available(&available, rb);
-    rb->run.failure = (struct rbi_failure){
+    rb->run.ooms.failure = (struct rbi_failure){
         .phase = REBATCH_PHASE_ADMISSION, .need_bytes = need, .available_bytes = available};
     return REBATCH_OOM;
 }
@@ -70,7 +70,7 @@ static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
     if (status)
         return status;
     rb->run.report.attempts++;
-    rb->run.refusal = (struct rbi_refusal){0};
+    rb->run.ooms.refusal = (struct rbi_refusal){0};
     return rbi_callback_run(rb, rb->run.samples_callback, mb);
 }
 
@@ -96,9 +96,9 @@ void rbi_samples_succeeded(rebatch *rb, struct rbi_progress *progress)
     rbi_assert(progress->mb.first == progress->next && count <= rb->run.batch - progress->next);
     progress->next += count;
     rb->run.report.microbatches++;
-    rb->run.ooms_in_row = 0;
+    rb->run.ooms.in_row = 0;
     rbi_thrashing_end(rb, count, rb->sizes.known[rb->sizes.known_last].bytes);
-    rb->run.retried_same = false;
+    rb->run.ooms.retried_same = false;
     if (rb->run.samples_callback == RBI_MAP)
         rbi_growth_step_done(rb, rb->run.batch);
     progress->attempt_ns = rbi_now_ns();
@@ -109,15 +109,15 @@ void rbi_samples_succeeded(rebatch *rb, struct rbi_progress *progress)
 static void remember_failed(rebatch *rb, size_t first, size_t end)
 {
     rbi_assert(first < end && end <= rb->run.batch);
-    if (rb->run.failed_count < rb->failed_room)
-        rb->failed[rb->run.failed_count++] = (struct rbi_failed_range){first, end};
+    if (rb->run.ooms.failed_count < rb->failed_room)
+        rb->failed[rb->run.ooms.failed_count++] = (struct rbi_failed_range){first, end};
 }
 
 /* No forward_backward ran, so there is nothing to run again. */
 static rebatch_status refused(rebatch *rb, const struct rbi_progress *progress)
 {
     const rebatch_microbatch *const mb = &progress->mb;
-    if (rb->run.failure.phase == REBATCH_PHASE_ADMISSION)
+    if (rb->run.ooms.failure.phase == REBATCH_PHASE_ADMISSION)
         rbi_learn_refused(rb, mb->count);
     return rbi_fallback_next(
         rb, &(struct rbi_interrupted){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
@@ -146,7 +146,7 @@ static rebatch_status redo_batch(rebatch *rb, struct rbi_progress *progress)
     rebatch_status status = rbi_step_undo(rb);
     size_t available;
     (void)rbi_available(&available, rb);
-    rb->run.failure.available_bytes = available;
+    rb->run.ooms.failure.available_bytes = available;
     if (!status)
         status = rbi_fallback_next(
             rb, &(struct rbi_interrupted){
@@ -164,8 +164,8 @@ static rebatch_status redo_batch(rebatch *rb, struct rbi_progress *progress)
 
 static rebatch_status redo(rebatch *rb, struct rbi_progress *progress)
 {
-    rbi_assert(progress->mb.count > 0 && rb->run.failure.phase != REBATCH_PHASE_UPDATE);
-    switch (rb->run.failure.phase) {
+    rbi_assert(progress->mb.count > 0 && rb->run.ooms.failure.phase != REBATCH_PHASE_UPDATE);
+    switch (rb->run.ooms.failure.phase) {
     case REBATCH_PHASE_ADMISSION:
     case REBATCH_PHASE_RESIZE:
         return refused(rb, progress);

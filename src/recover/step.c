@@ -108,7 +108,7 @@ static rebatch_status fit_buffers(rebatch *rb)
     const uint64_t excess = rbi_resize_excess(rb), held = rb->buffers.bytes;
     if (excess == 0)
         return REBATCH_OK;
-    rb->run.failure = (struct rbi_failure){
+    rb->run.ooms.failure = (struct rbi_failure){
         .phase = REBATCH_PHASE_RESIZE, .need_bytes = held, .available_bytes = held - excess};
     const rebatch_status status = rbi_fallback_next(rb, &(struct rbi_interrupted){.mb = NULL});
     rbi_resize_release(rb);
@@ -159,7 +159,7 @@ static void succeed(rebatch *rb)
 {
     rbi_assert(!rb->run.report.torn && !rb->run.scope);
     rb->sizes.made_count = 0;
-    rb->sizes.retry_row = rb->run.retries ? rb->sizes.retry_row + 1 : 0;
+    rb->sizes.retry_row = rb->run.ooms.retries ? rb->sizes.retry_row + 1 : 0;
     if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb)) {

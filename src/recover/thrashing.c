@@ -26,7 +26,7 @@ void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
     const bool thrashed = again && again >= needed_bytes / THRASHING_PART;
     thrashing->row = thrashed ? thrashing->row + 1 : 0;
     rb->run.report.thrashed += thrashed;
-    thrashing->largest = rbi_max(thrashing->largest, rb->run.size);
+    thrashing->largest = rbi_max(thrashing->largest, rb->run.cut.size);
     thrashing->most_samples = rbi_max(thrashing->most_samples, count);
     thrashing->before = now;
 }

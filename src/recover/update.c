@@ -15,9 +15,9 @@ static rebatch_status admit(rebatch *rb)
         return REBATCH_OK;
     size_t available;
     (void)rbi_memory_available(&available, rb);
-    rb->run.failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
-                                           .need_bytes = rb->update_bytes,
-                                           .available_bytes = available};
+    rb->run.ooms.failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
+                                                .need_bytes = rb->update_bytes,
+                                                .available_bytes = available};
     return REBATCH_OOM;
 }
 
@@ -47,7 +47,7 @@ static rebatch_status run(rebatch *rb, enum rbi_callback which)
         rebatch_status status = try_once(rb, which);
         if (status != REBATCH_OOM)
             return status;
-        const rebatch_phase phase = rb->run.failure.phase;
+        const rebatch_phase phase = rb->run.ooms.failure.phase;
         if (phase == REBATCH_PHASE_OPTIMIZER || phase == REBATCH_PHASE_REDUCE)
             status = rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
         else
