@@ -101,33 +101,31 @@ uint64_t rbi_need_held(const rebatch *rb, size_t size)
         return 0;
     const uint64_t left = rbi_pool_live_between(rb->pool, known->kept_from, known->kept_to);
     const uint64_t zeroed = live_of_zero_grad(rb);
-    const uint64_t made = zeroed - rbi_min(zeroed, known->beside_bytes);
-    const uint64_t found_held = known->bytes - known->added_bytes; /* by the run learned last */
-    return rbi_min(rbi_max(left, rbi_min(made, found_held)), known->bytes);
+    const uint64_t made = zeroed - rbi_min(zeroed, known->zeroed_bytes);
+    return rbi_min(known->bytes, rbi_max(left, rbi_min(made, known->bytes - known->added_bytes)));
 }
 
+/* A run that has left no blocks has used those that were held, which stay what is held. */
 void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run)
 {
-    uint64_t held = 0, from = run->kept_from, to = run->kept_to;
-    uint64_t beside = from == to ? 0 : live_of_zero_grad(rb);
-    if (from == to && (held = rbi_need_held(rb, size)) != 0) {
-        const struct rbi_need *before = rbi_need_find(rb, size, rb->lighten);
-        from = before->kept_from;
-        to = before->kept_to;
-        beside = before->beside_bytes;
-    }
-    const struct rbi_need *last = rbi_need_find(rb, size, rb->lighten);
-    const uint64_t reserved = run->reserved_bytes ? run->reserved_bytes
-                              : last              ? last->reserved_bytes
-                                                  : 0;
+    const struct rbi_need *const found = rbi_need_find(rb, size, rb->lighten);
+    const struct rbi_need before = found ? *found : (struct rbi_need){0};
+    struct rbi_need kept = before;
+    uint64_t held = 0;
+    if (run->kept_from != run->kept_to)
+        kept = (struct rbi_need){.kept_from = run->kept_from,
+                                 .kept_to = run->kept_to,
+                                 .zeroed_bytes = live_of_zero_grad(rb)};
+    else if ((held = rbi_need_held(rb, size)) == 0)
+        kept = (struct rbi_need){0};
     rbi_need_learn(rb, size, run->peak_bytes + held);
     struct rbi_need *known = &rb->sizes.known[rb->sizes.known_last];
-    known->reserved_bytes = reserved;
+    known->reserved_bytes = run->reserved_bytes ? run->reserved_bytes : before.reserved_bytes;
     known->added_bytes = run->peak_bytes;
-    known->kept_from = from;
-    known->kept_to = to;
-    known->beside_bytes = beside;
-    rbi_assert(known->added_bytes <= known->bytes && from <= to);
+    known->kept_from = kept.kept_from;
+    known->kept_to = kept.kept_to;
+    known->zeroed_bytes = kept.zeroed_bytes;
+    rbi_assert(known->added_bytes <= known->bytes && known->kept_from <= known->kept_to);
 }
 
 void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes)

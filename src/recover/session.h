@@ -82,10 +82,16 @@ bool rbi_guards_forget(const rebatch *rb, const void *address, rebatch_guard_poi
 
 /* ---- what is known about memory (need.c) ---- */
 
-/* What an attempt of a size at a lighten level needs, of which some may be held for it already: by
- * blocks that an attempt of that size has left in use, as sums of gradients, or by those that
- * zero_grad makes in their place in later steps.
- *   added_bytes <= bytes */
+/* What an attempt of a size at a lighten level needs. Some of it may be held already: an attempt of
+ * that size has left blocks in use, as sums of gradients; in later steps zero_grad makes them anew.
+ *
+ *   |<------------------- bytes ------------------->|
+ *   |<-- held: found by the run -->|<- added_bytes ->|    added_bytes <= bytes
+ *
+ * What is held for the next attempt (rbi_need_held()), so that it adds bytes - held:
+ *   held = min(bytes, max(left, min(made, bytes - added_bytes)))
+ *   left = live bytes of blocks with sequences in [kept_from, kept_to)
+ *   made = live bytes of this step's zero_grad - zeroed_bytes, at least 0 */
 struct rbi_need {
     size_t size; /* 0: the entry is empty */
     bool by_cost;
@@ -95,7 +101,7 @@ struct rbi_need {
     uint64_t reserved_bytes;     /* that an allocator in pieces reserved for it; 0: not known */
     uint64_t added_bytes;        /* by the run that was learned last, to what lived in the pool */
     uint64_t kept_from, kept_to; /* sequences of the blocks that it left; equal: none */
-    uint64_t beside_bytes;       /* in blocks of the step's zero_grad, when it left them */
+    uint64_t zeroed_bytes;       /* live of the step's zero_grad, when it left them */
 };
 
 /* An attempt failed when it would have needed that much; what is known to be more stays known. */
