@@ -53,29 +53,35 @@ static size_t refit(const rebatch *rb, size_t failed)
 
 /* A memory model says enough of other sizes, and so do those through which learning by a meter came
  * to a size at which steps have run: they are below it and near. Sizes that merely ran do not.
- * `held`: the size before the one that failed, which has not held yet. */
-static bool goes_by_prediction(const rebatch *rb, size_t held)
+ * `previous`: the size before the growth to the one that failed; 0: steps have run at that one. */
+static bool goes_by_prediction(const rebatch *rb, size_t previous)
 {
-    const bool was_approached = rbi_is_on(rb->options.learn) && rbi_meter_is_set(rb) && !held;
+    const bool was_approached = rbi_is_on(rb->options.learn) && rbi_meter_is_set(rb) && !previous;
     return rb->options.on_oom == REBATCH_ON_OOM_FIT ||
            (rb->options.on_oom == REBATCH_ON_OOM_DEFAULT &&
             (was_approached || rbi_need_has_model(rb, rb->lighten)));
 }
 
+/* What an OOM is answered with, before anything is changed. */
+struct smaller {
+    bool exists;
+    size_t size;   /* in cost where the step has one, else in samples */
+    size_t fitted; /* as in struct rbi_run_ooms, from here on */
+    bool refitted;
+};
+
 /* The largest size that is predicted to fit in what there is now; 0 when that is not to be known.
  * Two predictions in a row that did not hold show that they are not to be had here. */
-static size_t predicted_size(rebatch *rb, size_t failed, size_t held)
+static size_t predict(struct smaller *next, const rebatch *rb, size_t failed, size_t previous)
 {
-    if (!goes_by_prediction(rb, held))
+    const bool was_predicted = failed == next->fitted;
+    if (!goes_by_prediction(rb, previous) || (was_predicted && next->refitted))
         return 0;
-    const bool was_predicted = failed == rb->run.ooms.fitted;
-    if (was_predicted && rb->run.ooms.refitted)
-        return 0;
-    rb->run.ooms.fitted =
-        was_predicted ? refit(rb, failed)
-                      : rbi_need_largest(rb, failed - 1, rb->run.ooms.failure.available_bytes);
-    rb->run.ooms.refitted = was_predicted;
-    return rb->run.ooms.fitted;
+    next->fitted = was_predicted
+                       ? refit(rb, failed)
+                       : rbi_need_largest(rb, failed - 1, rb->run.ooms.failure.available_bytes);
+    next->refitted = was_predicted;
+    return next->fitted;
 }
 
 /* The samples that are to become fewer; 0: no matter how few, it does not help. Smaller buffers
@@ -96,29 +102,43 @@ static size_t cost_to_lower(const rebatch *rb)
                : rbi_max(rb->run.cut.size, rb->run.cut.most_cost);
 }
 
-static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
+static struct smaller choose_smaller(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    const rebatch_options *limits = &rb->options;
-    rbi_cut_survey(rb); /* the step may not have come to it */
+    const struct rbi_run_ooms *ooms = &rb->run.ooms;
+    struct smaller next = {.fitted = ooms->fitted, .refitted = ooms->refitted};
     const size_t count = samples_of(rb, mb);
     if (!count || rb->options.on_oom == REBATCH_ON_OOM_STOP)
-        return false;
-    if (rbi_round_size(limits, count - 1) == 0)
-        return false; /* nothing smaller is allowed */
+        return next;
+    if (rbi_round_size(&rb->options, count - 1) == 0)
+        return next; /* nothing smaller is allowed */
+    next.exists = true;
     /* What an update needs is in no prediction of micro-batches. */
-    const bool is_sized = mb || rb->run.ooms.failure.phase == REBATCH_PHASE_RESIZE;
+    const bool is_sized = mb || ooms->failure.phase == REBATCH_PHASE_RESIZE;
     const size_t size = rb->run.by_cost ? cost_to_lower(rb) : count;
-    const size_t held = rbi_growth_take_held(rb, size);
-    const size_t predicted = is_sized ? predicted_size(rb, size, held) : 0;
+    const size_t previous = rbi_growth_previous(rb, size);
+    const size_t predicted = is_sized ? predict(&next, rb, size, previous) : 0;
     if (rb->run.by_cost) { /* always less than before, also where cost falls with the samples */
         const size_t less =
-            predicted ? predicted : rbi_max(rbi_min(size, rb->sizes.budget) / 2, held);
-        rb->sizes.budget = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
-        return true;
+            predicted ? predicted : rbi_max(rbi_min(size, rb->sizes.budget) / 2, previous);
+        next.size = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
+        return next;
     }
-    const size_t half = rbi_round_size(limits, rbi_max(count / 2, held));
-    rb->sizes.micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
-    rbi_assert(rb->sizes.micro > 0 && rb->sizes.micro < count);
+    const size_t half = rbi_round_size(&rb->options, rbi_max(count / 2, previous));
+    next.size = predicted ? predicted : half ? half : rbi_round_size_up(&rb->options, 1);
+    rbi_assert(next.size > 0 && next.size < count);
+    return next;
+}
+
+static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
+{
+    rbi_cut_survey(rb); /* the step may not have come to it */
+    const struct smaller next = choose_smaller(rb, mb);
+    if (!next.exists)
+        return false;
+    rb->sizes.growth.previous = 0;
+    rb->run.ooms.fitted = next.fitted;
+    rb->run.ooms.refitted = next.refitted;
+    *(rb->run.by_cost ? &rb->sizes.budget : &rb->sizes.micro) = next.size;
     return true;
 }
 
@@ -241,22 +261,21 @@ static void add_phase(struct rbi_text *t, rebatch_phase phase, const rebatch_mic
 
 static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch *mb)
 {
+    const struct rbi_failure *failure = &rb->run.ooms.failure;
     char text[512];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
-    add_phase(&t, rb->run.ooms.failure.phase, mb);
-    if (rb->run.ooms.failure.need_bytes) {
+    add_phase(&t, failure->phase, mb);
+    if (failure->need_bytes) {
         rbi_text_add(&t, ", which");
-        rbi_text_add_need(&t, "needs", rb->run.ooms.failure.need_bytes,
-                          rb->run.ooms.failure.available_bytes);
+        rbi_text_add_need(&t, "needs", failure->need_bytes, failure->available_bytes);
     }
-    if (rb->run.ooms.failure.available_bytes != SIZE_MAX) { /* which is not known */
+    if (failure->available_bytes != SIZE_MAX) { /* which is not known */
         rbi_text_add(&t, ", with ");
-        rbi_text_add_available(&t, rb->run.ooms.failure.need_bytes,
-                               rb->run.ooms.failure.available_bytes);
+        rbi_text_add_available(&t, failure->need_bytes, failure->available_bytes);
         rbi_text_add(&t, " available");
     }
-    rbi_text_add(&t, "%s", rb->run.ooms.failure.is_injected ? " (the failure is injected)" : "");
+    rbi_text_add(&t, "%s", failure->is_injected ? " (the failure is injected)" : "");
     add_bound(&t, rb);
     add_reason(&t, rb, mb);
     add_growth(&t, rb);
@@ -279,14 +298,14 @@ static rebatch_status say_torn(const rebatch *rb)
  * nothing, so it would go on for ever. */
 static void note_refusal(rebatch *rb)
 {
+    struct rbi_run_ooms *ooms = &rb->run.ooms;
     const struct rbi_refusal now = {
-        rb->run.ooms.failure.phase == REBATCH_PHASE_ADMISSION ? rb->run.cut.size : 0, rb->lighten,
-        rb->run.ooms.failure.available_bytes};
-    const struct rbi_refusal *last = &rb->run.ooms.refusal;
-    rb->run.ooms.is_refused_again = now.size && now.size == last->size &&
-                                    now.lighten == last->lighten &&
-                                    now.available_bytes == last->available_bytes;
-    rb->run.ooms.refusal = now;
+        ooms->failure.phase == REBATCH_PHASE_ADMISSION ? rb->run.cut.size : 0, rb->lighten,
+        ooms->failure.available_bytes};
+    const struct rbi_refusal *last = &ooms->refusal;
+    ooms->is_refused_again = now.size && now.size == last->size && now.lighten == last->lighten &&
+                             now.available_bytes == last->available_bytes;
+    ooms->refusal = now;
 }
 
 /* Failures on purpose are as many as somebody asks for. Whoever asks sees to it that the step ends;
@@ -298,17 +317,18 @@ static bool is_exempt(const rebatch *rb)
 
 static void count(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
+    struct rbi_run_ooms *ooms = &rb->run.ooms;
     note_refusal(rb);
-    rbi_assert(rb->run.ooms.failure.phase < REBATCH_PHASE_COUNT);
+    rbi_assert(ooms->failure.phase < REBATCH_PHASE_COUNT);
     rb->run.report.ooms++;
-    rb->run.report.ooms_in[rb->run.ooms.failure.phase]++;
+    rb->run.report.ooms_in[ooms->failure.phase]++;
     rb->run.report.lost_ns += interrupted->lost_ns;
-    rb->run.ooms.batches_failed +=
-        rb->run.ooms.failure.is_injected && rb->run.ooms.failure.phase == REBATCH_PHASE_BACKWARD;
-    rb->run.ooms.wasted += !is_exempt(rb);
-    rb->run.ooms.in_row += rb->run.ooms.failure.phase != REBATCH_PHASE_ADMISSION && !is_exempt(rb);
-    if (interrupted->mb && rb->run.ooms.failure.phase != REBATCH_PHASE_ADMISSION)
-        rbi_need_learn_least(rb, rb->run.cut.size, rb->run.ooms.failure.need_bytes);
+    ooms->batches_failed +=
+        ooms->failure.is_injected && ooms->failure.phase == REBATCH_PHASE_BACKWARD;
+    ooms->wasted += !is_exempt(rb);
+    ooms->in_row += ooms->failure.phase != REBATCH_PHASE_ADMISSION && !is_exempt(rb);
+    if (interrupted->mb && ooms->failure.phase != REBATCH_PHASE_ADMISSION)
+        rbi_need_learn_least(rb, rb->run.cut.size, ooms->failure.need_bytes);
 }
 
 /* Another rank's OOM: that one chooses what is next. */
@@ -323,10 +343,11 @@ static rebatch_status follow(rebatch *rb, const struct rbi_interrupted *interrup
 rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     rbi_assert(rb->run.ops && !rb->callback.is_running);
-    if (rb->run.ooms.failure.is_peers)
+    const struct rbi_failure *failure = &rb->run.ooms.failure;
+    if (failure->is_peers)
         return follow(rb, interrupted);
     const rebatch_microbatch *mb = interrupted->mb;
-    rebatch_event event = {.phase = rb->run.ooms.failure.phase,
+    rebatch_event event = {.phase = failure->phase,
                            .attempt = mb ? mb->attempt : 0,
                            .first = mb ? mb->first : 0,
                            .count = mb ? mb->count : 0,
@@ -336,13 +357,13 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *inte
                            .cost_before = rbi_budget(rb),
                            .lighten_before = rb->lighten,
                            .lost_ns = interrupted->lost_ns,
-                           .asked_bytes = rb->run.ooms.failure.asked_bytes,
-                           .needed_bytes = rb->run.ooms.failure.need_bytes,
-                           .available_bytes = rb->run.ooms.failure.available_bytes,
-                           .is_unexplained = rb->run.ooms.failure.is_unexplained,
-                           .is_injected = rb->run.ooms.failure.is_injected};
+                           .asked_bytes = failure->asked_bytes,
+                           .needed_bytes = failure->need_bytes,
+                           .available_bytes = failure->available_bytes,
+                           .is_unexplained = failure->is_unexplained,
+                           .is_injected = failure->is_injected};
     count(rb, interrupted);
-    rbi_growth_set_back(rb, rb->run.ooms.failure.available_bytes);
+    rbi_growth_set_back(rb, failure->available_bytes);
     const rebatch_status status = choose_stage(rb, mb, &event.kind);
     if (status)
         return status;

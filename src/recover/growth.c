@@ -34,7 +34,7 @@ static bool has_room(rebatch *rb, size_t size, unsigned lighten)
 }
 
 /* It has run: what was reserved then may have been all there was. */
-static bool may_fit(rebatch *rb, size_t size)
+static bool may_fit(const rebatch *rb, size_t size)
 {
     size_t available;
     uint64_t need;
@@ -67,22 +67,22 @@ static void leave_level(rebatch *rb, bool is_overruling)
         return;
     }
     rbi_event_end(&event, rb);
-    rb->sizes.growth.held = 0;
+    rb->sizes.growth.previous = 0;
     begin_trial(&rb->sizes.growth, is_overruling, true);
     rbi_event_emit(rb, &event);
 }
 
-void rbi_growth_hold(rebatch *rb)
+void rbi_growth_keep_previous(rebatch *rb)
 {
-    rb->sizes.growth.held = size_now(rb);
-    rb->sizes.growth.held_by_cost = rb->run.by_cost;
+    rb->sizes.growth.previous = size_now(rb);
+    rb->sizes.growth.previous_by_cost = rb->run.by_cost;
 }
 
 static void grow_to(rebatch *rb, size_t size, bool is_overruling)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
-    rbi_growth_hold(rb);
-    rbi_assert(size >= rb->sizes.growth.held);
+    rbi_growth_keep_previous(rb);
+    rbi_assert(size >= rb->sizes.growth.previous);
     rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     begin_trial(&rb->sizes.growth, is_overruling, false);
@@ -94,12 +94,11 @@ bool rbi_growth_overrules(const rebatch *rb)
     return rb->sizes.growth.on_trial && rb->sizes.growth.is_overruling;
 }
 
-size_t rbi_growth_take_held(rebatch *rb, size_t failed)
+size_t rbi_growth_previous(const rebatch *rb, size_t failed)
 {
-    struct rbi_growth *growth = &rb->sizes.growth;
-    const size_t held = growth->held_by_cost == rb->run.by_cost ? growth->held : 0;
-    growth->held = 0;
-    return held > 0 && held < failed && may_fit(rb, held) ? held : 0;
+    const struct rbi_growth *growth = &rb->sizes.growth;
+    const size_t size = growth->previous_by_cost == rb->run.by_cost ? growth->previous : 0;
+    return size > 0 && size < failed && may_fit(rb, size) ? size : 0;
 }
 
 /* ---- how far ---- */
@@ -188,7 +187,7 @@ static void end_trial(rebatch *rb)
     if (growth->is_overruling)
         rbi_need_refute_model(rb);
     growth->on_trial = false;
-    growth->held = 0;
+    growth->previous = 0;
     growth->wait = rb->options.grow_after;
 }
 

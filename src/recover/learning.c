@@ -92,7 +92,7 @@ static size_t choose(rebatch *rb, size_t left)
         return size;
     size = rbi_learn_approaches(rb) ? rbi_approach_next(rb, left) : choose_double(rb);
     if (size > (rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch)))
-        rbi_growth_hold(rb);
+        rbi_growth_keep_previous(rb);
     return size;
 }
 

@@ -158,9 +158,9 @@ struct rbi_growth {
     bool on_trial;      /* grew, and not yet `wait` clean steps ago */
     bool is_overruling; /* so it did against a prediction */
     bool is_of_level;   /* it left a lighter level, and the size stayed */
-    size_t
-        held; /* the size before the last growth, as long as an OOM may lead back to it; 0: none */
-    bool held_by_cost;
+    /* The size before the last growth, as long as an OOM may lead back to it. */
+    size_t previous; /* 0: none */
+    bool previous_by_cost;
     /* The last growth that failed: to which size, and what there was then. */
     size_t failed_size; /* 0: none */
     bool failed_by_cost;
@@ -174,10 +174,10 @@ bool rbi_growth_overrules(const rebatch *rb);
 /* A larger size that has room; the same where there is none. */
 size_t rbi_growth_larger(rebatch *rb);
 /* The size has run, and is about to grow: an OOM may lead back to it. */
-void rbi_growth_hold(rebatch *rb);
+void rbi_growth_keep_previous(rebatch *rb);
 /* The size before the last growth, where it is less than the `failed` one, and nothing tells that
- * it does not fit; 0: none. Asked once. */
-size_t rbi_growth_take_held(rebatch *rb, size_t failed);
+ * it does not fit; 0: none. Who goes by it sets sizes.growth.previous to 0. */
+size_t rbi_growth_previous(const rebatch *rb, size_t failed);
 /* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
  * steps count anew. */
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
