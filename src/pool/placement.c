@@ -114,6 +114,11 @@ void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_
 
 /* Free blocks and holes, one behind the other. Its wholly free pages count like any others,
  * mapped or not; what it has besides are the free parts of pages at its ends.
+ *
+ *   | lead | fixed[0] |                      | fixed[1] | trail |
+ *          |<------------- whole pages ---------------->|
+ *   | lead |<- taken by a request at the start -->|              the same mirrored: at the end
+ *
  *   bytes == lead + whole * page + trail */
 struct run {
     struct rbi_block *first, *last;
@@ -157,27 +162,28 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     return true;
 }
 
-/* Of a chunk that the end of a window cuts, the pages beyond the window: they stay where they
- * are. `whole` pages of the run are in the window. */
-static size_t cut_off(const rebatch_pool *pool, const struct run *run, size_t whole, bool at_end)
+/* Of a chunk that the end of a request cuts, the pages beyond the request: they stay where they
+ * are, and cost as those that are `taken`. */
+static size_t cut_off(const rebatch_pool *pool, const struct run *run, size_t taken, bool at_end)
 {
-    if (whole <= run->fixed[at_end] || whole >= run->whole - run->fixed[!at_end])
+    if (taken <= run->fixed[at_end] || taken >= run->whole - run->fixed[!at_end])
         return 0; /* no chunk, or one that could not be used elsewhere anyway */
-    const size_t before = at_end ? run->whole - whole : whole;
+    const size_t before = at_end ? run->whole - taken : taken;
     const char *const end = run->first->address + run->lead + before * pool->page_bytes;
     return rbi_map_cut_off(run->first->range->map, end, !at_end);
 }
 
-/* Pages of the supply that `bytes` at one end of the run take; those that could not be used
- * elsewhere cost nothing here. */
+/* Pages of the supply that `bytes` at one end of the run take. Fixed ones could not be used
+ * elsewhere, so they cost nothing here: those of the near end, and those of the far end that the
+ * request reaches. */
 static size_t taken_at(const rebatch_pool *pool, const struct run *run, size_t bytes, bool at_end)
 {
-    const size_t beside = at_end ? run->trail : run->lead;
-    const size_t whole = bytes <= beside ? 0 : rbi_min(pages_for(pool, bytes - beside), run->whole);
-    const size_t up_to_far = run->whole - run->fixed[!at_end];
-    const size_t far = whole > up_to_far ? whole - up_to_far : 0;
-    return whole - rbi_min(whole, rbi_min(whole, run->fixed[at_end]) + far) +
-           cut_off(pool, run, whole, at_end);
+    const size_t part = at_end ? run->trail : run->lead;
+    const size_t taken = bytes <= part ? 0 : rbi_min(pages_for(pool, bytes - part), run->whole);
+    const size_t near = rbi_min(taken, run->fixed[at_end]);
+    const size_t before_far = run->whole - run->fixed[!at_end];
+    const size_t far = taken > before_far ? taken - before_far : 0;
+    return taken - rbi_min(taken, near + far) + cut_off(pool, run, taken, at_end);
 }
 
 /* At the better end; *at_end says which. */
@@ -229,14 +235,14 @@ static uint64_t most_at(const rebatch_pool *pool, const struct run *run, size_t 
 {
     if (taken_at(pool, run, run->bytes, at_end) <= supply)
         return run->bytes;
-    const size_t beside = at_end ? run->trail : run->lead;
+    const size_t part = at_end ? run->trail : run->lead;
     size_t fits = 0, fails = run->whole; /* pages; what is taken rises with them */
     while (fails - fits > 1) {
         const size_t middle = fits + (fails - fits) / 2;
-        const size_t bytes = beside + middle * pool->page_bytes;
+        const size_t bytes = part + middle * pool->page_bytes;
         *(taken_at(pool, run, bytes, at_end) <= supply ? &fits : &fails) = middle;
     }
-    return beside + fits * pool->page_bytes;
+    return part + fits * pool->page_bytes;
 }
 
 uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)

@@ -50,7 +50,7 @@ static bool grow(struct rbi_phase *phase)
     return true;
 }
 
-static void record(struct rbi_pool_plan *plan, uint32_t units, uint32_t of)
+static void record(struct rbi_pool_plan *plan, enum rbi_call_kind kind, uint32_t value)
 {
     rbi_assert(plan->phase && plan->next <= plan->phase->count);
     struct rbi_phase *const phase = plan->phase;
@@ -59,25 +59,18 @@ static void record(struct rbi_pool_plan *plan, uint32_t units, uint32_t of)
         forget(phase);
         return;
     }
-    phase->calls[phase->count++] = (struct rbi_phase_call){units, {of}};
-    phase->allocations += units != 0;
+    phase->calls[phase->count++] = (struct rbi_phase_call){kind, value, 0};
+    phase->allocations += kind != RBI_CALL_FREE;
     plan->next = phase->count;
 }
 
-static bool is_next(const struct rbi_pool_plan *plan, uint32_t units, uint32_t of)
+static bool is_next(const struct rbi_pool_plan *plan, enum rbi_call_kind kind, uint32_t value)
 {
     const struct rbi_phase *const phase = plan->phase;
     if (plan->next == phase->count)
         return false;
     const struct rbi_phase_call *const call = &phase->calls[plan->next];
-    return call->units == units && (units != 0 || call->of == of);
-}
-
-/* A reserve is an allocation that is followed by a free, which names itself. */
-static bool is_reserve(const struct rbi_phase *phase, size_t call)
-{
-    return call + 1 < phase->count && phase->calls[call + 1].units == 0 &&
-           phase->calls[call + 1].of == call + 1;
+    return call->kind == kind && call->value == value;
 }
 
 /* Of the calls noted the first `count` stay, without a plan. */
@@ -88,10 +81,8 @@ static void drop_plan(struct rbi_phase *phase, size_t count)
     phase->count = count;
     phase->allocations = 0;
     for (size_t i = 0; i < count; i++) {
-        if (phase->calls[i].units == 0)
-            continue;
         phase->calls[i].offset = 0;
-        phase->allocations++;
+        phase->allocations += phase->calls[i].kind != RBI_CALL_FREE;
     }
 }
 
@@ -122,11 +113,11 @@ static void end_serving(rebatch_pool *pool)
         give_plan_up(plan->phase, plan->next);
 }
 
-/* A call on the phase's stream; `of` is 0 of an allocation. */
-static void note(rebatch_pool *pool, uint32_t units, uint32_t of)
+/* A call on the phase's stream. */
+static void note(rebatch_pool *pool, enum rbi_call_kind kind, uint32_t value)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
-    if (plan->mode != RBI_PLAN_RECORDS && is_next(plan, units, of)) {
+    if (plan->mode != RBI_PLAN_RECORDS && is_next(plan, kind, value)) {
         plan->next++;
         return;
     }
@@ -135,7 +126,7 @@ static void note(rebatch_pool *pool, uint32_t units, uint32_t of)
     if (plan->mode == RBI_PLAN_COMPARES)
         record_from_here(plan);
     if (plan->mode == RBI_PLAN_RECORDS)
-        record(plan, units, of);
+        record(plan, kind, value);
 }
 
 static bool is_of_phase(const rebatch_pool *pool, const struct rbi_block *block)
@@ -160,7 +151,7 @@ void rbi_plan_note_alloc(rebatch_pool *pool, struct rbi_block *block)
         return;
     block->phase = plan->serial;
     block->call = (uint32_t)plan->next & INT32_MAX;
-    note(pool, (uint32_t)(block->bytes / REBATCH_POOL_UNIT_BYTES), 0);
+    note(pool, RBI_CALL_ALLOC, (uint32_t)(block->bytes / REBATCH_POOL_UNIT_BYTES));
 }
 
 /* What other streams use may not be given out again when it is freed. */
@@ -178,7 +169,7 @@ void rbi_plan_note_use(rebatch_pool *pool, const struct rbi_block *block)
 void rbi_plan_note_free(rebatch_pool *pool, const struct rbi_block *block)
 {
     if (is_of_phase(pool, block))
-        note(pool, 0, block->call);
+        note(pool, RBI_CALL_FREE, block->call);
 }
 
 void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block)
@@ -207,8 +198,9 @@ size_t rbi_plan_idle_bytes(const rebatch_pool *pool)
  * the other, so that what is left of it is one piece at any time:
  *   units of the piece - units of the blocks in it >= units of the piece - units allocated since */
 struct place {
-    uint32_t piece;       /* of a block: 1 + the call that reserved its piece; 0: it is in none */
-    uint32_t at;          /* of such a block: in the piece; of a piece: the call at which it ends */
+    uint32_t piece;       /* of an allocation: 1 + the call that reserved its piece; 0: none */
+    uint32_t in_piece;    /* of one in a piece: the units before it there */
+    uint32_t end;         /* of a reserve: the call at which its piece ends; 0: it has none */
     uint32_t begins_with; /* units of the lifetime that begins */
     uint64_t ends_with;   /* units of those that end */
 };
@@ -221,19 +213,19 @@ struct piece {
 static void allocate(struct place *places, struct piece *piece, uint32_t i,
                      const struct rbi_phase_call *call)
 {
-    if (call->units > piece->left) {
-        places[piece->call].at = i;
+    if (call->value > piece->left) {
+        places[piece->call].end = i;
         piece->left = 0;
         return;
     }
-    piece->left -= call->units;
+    piece->left -= call->value;
     if (call->offset != RBI_PLAN_ELSEWHERE) {
         places[i].piece = piece->call + 1;
-        places[i].at = piece->taken;
-        piece->taken += call->units;
+        places[i].in_piece = piece->taken;
+        piece->taken += call->value;
     }
     if (piece->left == 0)
-        places[piece->call].at = i + 1;
+        places[piece->call].end = i + 1;
 }
 
 /* Finds the pieces, and the blocks that lie in them. A reserve of no more than is left of the one
@@ -243,19 +235,16 @@ static void find_pieces(struct place *places, const struct rbi_phase *phase)
     struct piece piece = {0};
     for (uint32_t i = 0; i < phase->count; i++) {
         const struct rbi_phase_call *const call = &phase->calls[i];
-        if (call->units == 0)
+        if (call->kind == RBI_CALL_ALLOC && piece.left)
+            allocate(places, &piece, i, call);
+        if (call->kind != RBI_CALL_RESERVE || call->value <= piece.left)
             continue;
-        if (!is_reserve(phase, i)) {
-            if (piece.left)
-                allocate(places, &piece, i, call);
-        } else if (call->units > piece.left) {
-            if (piece.left)
-                places[piece.call].at = i;
-            piece = (struct piece){i, call->units, 0};
-        }
+        if (piece.left)
+            places[piece.call].end = i;
+        piece = (struct piece){i, call->value, 0};
     }
     if (piece.left)
-        places[piece.call].at = (uint32_t)phase->count;
+        places[piece.call].end = (uint32_t)phase->count;
 }
 
 static void add_lifetime(struct rbi_lifetime *lifetimes, size_t *count, struct place *places,
@@ -273,25 +262,24 @@ static size_t collect(struct rbi_lifetime *lifetimes, struct place *places,
                       const struct rbi_phase *phase)
 {
     size_t count = 0;
+    const struct rbi_phase_call *const calls = phase->calls;
     find_pieces(places, phase);
     for (uint32_t i = 0; i < phase->count; i++) {
-        const struct rbi_phase_call *const call = &phase->calls[i];
-        if (call->units != 0 || call->of == i ||
-            phase->calls[call->of].offset == RBI_PLAN_ELSEWHERE)
+        if (calls[i].kind != RBI_CALL_FREE)
             continue;
-        const uint32_t piece = places[call->of].piece;
+        const uint32_t of = calls[i].value;
+        const uint32_t piece = places[of].piece;
         if (piece)
-            places[piece - 1].at = rbi_max(places[piece - 1].at, i);
-        else
+            places[piece - 1].end = rbi_max(places[piece - 1].end, i);
+        else if (calls[of].offset != RBI_PLAN_ELSEWHERE)
             add_lifetime(lifetimes, &count, places,
-                         (struct rbi_lifetime){
-                             .units = phase->calls[call->of].units, .from = call->of, .to = i});
+                         (struct rbi_lifetime){.units = calls[of].value, .from = of, .to = i});
     }
     for (uint32_t i = 0; i < phase->count; i++)
-        if (phase->calls[i].units && is_reserve(phase, i) && places[i].at)
-            add_lifetime(lifetimes, &count, places,
-                         (struct rbi_lifetime){
-                             .units = phase->calls[i].units, .from = i, .to = places[i].at});
+        if (places[i].end)
+            add_lifetime(
+                lifetimes, &count, places,
+                (struct rbi_lifetime){.units = calls[i].value, .from = i, .to = places[i].end});
     return count;
 }
 
@@ -312,15 +300,14 @@ static void set_offsets(struct rbi_phase *phase, const struct place *places,
 {
     struct rbi_phase_call *const calls = phase->calls;
     for (size_t i = 0; i < phase->count; i++)
-        if (calls[i].units != 0)
-            calls[i].offset = RBI_PLAN_ELSEWHERE;
+        calls[i].offset = RBI_PLAN_ELSEWHERE;
     for (size_t i = 0; i < count; i++)
         calls[lifetimes[i].from].offset = lifetimes[i].offset;
     for (size_t i = 0; i < phase->count; i++) {
-        if (calls[i].units != 0 || !places[calls[i].of].piece)
+        if (calls[i].kind != RBI_CALL_FREE || !places[calls[i].value].piece)
             continue;
-        const struct place *const block = &places[calls[i].of];
-        calls[calls[i].of].offset = calls[block->piece - 1].offset + block->at;
+        const struct place *const block = &places[calls[i].value];
+        calls[calls[i].value].offset = calls[block->piece - 1].offset + block->in_piece;
     }
 }
 
@@ -330,12 +317,11 @@ static size_t most_beside(const struct rbi_phase *phase)
     uint64_t units = 0, most = 0;
     for (size_t i = 0; i < phase->count; i++) {
         const struct rbi_phase_call *const call = &phase->calls[i];
-        if (call->units ? is_reserve(phase, i) : call->of == i)
+        const bool is_free = call->kind == RBI_CALL_FREE;
+        const struct rbi_phase_call *const of = is_free ? &phase->calls[call->value] : call;
+        if (call->kind == RBI_CALL_RESERVE || of->offset != RBI_PLAN_ELSEWHERE)
             continue;
-        const struct rbi_phase_call *const of = call->units ? call : &phase->calls[call->of];
-        if (of->offset != RBI_PLAN_ELSEWHERE)
-            continue;
-        units = call->units ? units + call->units : units - of->units;
+        units = is_free ? units - of->value : units + of->value;
         most = most < units ? units : most;
     }
     return (size_t)most * REBATCH_POOL_UNIT_BYTES;
@@ -373,7 +359,7 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
     rbi_assert(plan->mode == RBI_PLAN_SERVES && plan->arena && plan->phase);
     if (stream != plan->phase->stream || rbi_pool_is_other_thread(pool, pool->owner_thread))
         return NULL;
-    if (units > UINT32_MAX || !is_next(plan, (uint32_t)units, 0)) {
+    if (units > UINT32_MAX || !is_next(plan, RBI_CALL_ALLOC, (uint32_t)units)) {
         end_serving(pool);
         return NULL;
     }
@@ -402,13 +388,9 @@ bool rbi_plan_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
     if (plan->mode != RBI_PLAN_SERVES || stream != plan->phase->stream ||
         rbi_pool_is_other_thread(pool, pool->owner_thread))
         return false;
-    const uint32_t call = (uint32_t)plan->next;
-    if (is_next(plan, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0)) {
+    if (is_next(plan, RBI_CALL_RESERVE, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES))) {
         plan->next++;
-        if (is_next(plan, 0, call + 1)) {
-            plan->next++;
-            return true;
-        }
+        return true;
     }
     end_serving(pool);
     return false;
@@ -423,10 +405,7 @@ void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stre
     set_stream(plan, stream);
     if (stream != plan->phase->stream)
         return;
-    const uint32_t call = (uint32_t)plan->next;
-    note(pool, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0);
-    if (plan->mode != RBI_PLAN_OFF)
-        note(pool, 0, call + 1);
+    note(pool, RBI_CALL_RESERVE, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES));
 }
 
 void rbi_plan_leave(rebatch_pool *pool)

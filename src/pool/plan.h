@@ -17,13 +17,13 @@ struct rbi_pool_stream;
 /* An allocation that is not the plan's: the pool serves it as any other. */
 #define RBI_PLAN_ELSEWHERE UINT32_MAX
 
+enum rbi_call_kind { RBI_CALL_ALLOC, RBI_CALL_RESERVE, RBI_CALL_FREE };
+
 /* A call of a phase on its stream. */
 struct rbi_phase_call {
-    uint32_t units; /* of an allocation, or a reserve; 0: a free, or what follows a reserve */
-    union {
-        uint32_t of;     /* of a free: the call that allocated; behind a reserve: this call */
-        uint32_t offset; /* of an allocation, in units: in the arena, or RBI_PLAN_ELSEWHERE */
-    };
+    enum rbi_call_kind kind;
+    uint32_t value;  /* its units; of a free: the call that allocated */
+    uint32_t offset; /* where memory is planned, in units: in the arena, or RBI_PLAN_ELSEWHERE */
 };
 
 /* What is known of the phases with one key. */
@@ -33,7 +33,7 @@ struct rbi_phase {
     rebatch_stream stream; /* of its first allocation */
     struct rbi_phase_call *calls;
     size_t count, capacity;
-    size_t allocations;
+    size_t allocations;  /* and reserves */
     size_t arena_bytes;  /* 0: there is no plan */
     size_t beside_bytes; /* the most in use at once of what the plan does not serve */
     uint32_t moves;      /* plans in a row whose arena moved many pages, or was not to be had */
