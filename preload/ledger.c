@@ -17,7 +17,7 @@ struct device {
 
 static struct {
     pthread_mutex_t lock;
-    struct rbi_run run; /* the settings, for which_fails.c and report.c */
+    struct rbi_run run; /* the settings, for failing_request.c and report.c */
     bool is_on;         /* something is asked for, or the command listens */
     atomic_bool is_forked;
     struct device devices[DEVICES];

@@ -34,7 +34,7 @@ rebatch_status rbi_error(rebatch_status status, const char *format, ...)
 /* How often this thread's sentence was set or cleared. */
 uint64_t rbi_error_changes(void);
 
-/* ---- failures on order, for tests (countdown.c) ---- */
+/* ---- failures on order, for tests (fault_counter.c) ---- */
 
 /* `left` calls until the failure, 0: none; then `times` in a row, UINT64_MAX: for ever. */
 struct rbi_countdown {

@@ -282,7 +282,7 @@ rebatch_status rbi_entry_refuse(const struct rbi_setting *setting, const struct 
 /* Remembers where an entry came from. REBATCH_E_HOST_OOM. */
 rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place);
 
-/* ---- what is nearest (nearest.c) ---- */
+/* ---- what is nearest (spelling.c) ---- */
 
 /* The best of the candidates that were offered, if any is near. */
 struct rbi_nearest {

@@ -34,7 +34,7 @@ struct rbi_run {
  *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
 rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
 
-/* ---- which request fails (which_fails.c) ---- */
+/* ---- which request fails (failing_request.c) ---- */
 
 /* Whether the settings fail this request; the first is number 1. */
 bool rbi_run_fails(const struct rbi_run_settings *settings, uint64_t request);

@@ -92,7 +92,7 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         rbi_pool_begin_marked(pool);
     if (RBI_UNLIKELY(pool->fault.strikes != NULL)) {
         rounded = rbi_pool_pad(pool, bytes, rounded);
-        status = rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);
+        status = rbi_pool_inject_failure(pool, bytes, rounded, stream, pool->tags[tag].name);
     }
     if (status == REBATCH_OK)
         status = RBI_UNLIKELY(pool->overflow.is_struck)

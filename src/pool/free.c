@@ -32,7 +32,7 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     pool->stats.rolled_back_blocks += rolled_back;
     if (RBI_UNLIKELY(block->resident)) {
         if (rolled_back)
-            rbi_former_add(pool, block);
+            rbi_old_buffers_add(pool, block);
         rbi_assert(pool->residents[block->resident].bytes >= block->bytes);
         pool->residents[block->resident].bytes -= block->bytes;
         block->resident = 0;
@@ -103,14 +103,14 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
 }
 
 /* A resize frees what was taken back of it before. Another thread, and pressure, do not. */
-static bool is_of_former(rebatch_pool *pool, const void *pointer, bool is_live, bool is_older)
+static bool is_of_old_buffer(rebatch_pool *pool, const void *pointer, bool is_live, bool is_older)
 {
-    struct rbi_former *const former = &pool->former;
+    struct rbi_old_buffers *const old = &pool->old_buffers;
     if (rbi_pool_is_other_thread(pool, pool->owner_thread) || rbi_pool_is_pressing(pool) ||
-        !rbi_former_take(pool, pointer))
+        !rbi_old_buffers_take(pool, pointer))
         return false;
-    if (is_live && (!former->doubtful || is_older))
-        former->doubtful = pointer;
+    if (is_live && (!old->doubtful || is_older))
+        old->doubtful = pointer;
     pool->stats.late_frees++;
     return true;
 }
@@ -121,14 +121,15 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
     struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
-    if (RBI_UNLIKELY(pool->former.is_open) && is_of_former(pool, pointer, is_live, is_not_of_scope))
+    if (RBI_UNLIKELY(pool->old_buffers.is_open) &&
+        is_of_old_buffer(pool, pointer, is_live, is_not_of_scope))
         return REBATCH_OK;
     if (!is_live) {
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-        if (!pool->former.is_open)
-            rbi_former_forget(&pool->former, pointer);
+        if (!pool->old_buffers.is_open)
+            rbi_old_buffers_forget(&pool->old_buffers, pointer);
     } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
         defer(pool, block);

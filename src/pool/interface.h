@@ -87,18 +87,18 @@ rebatch_status rbi_scope_commit_resident(rebatch_pool *pool, rebatch_scope scope
 void rbi_pool_free_resident(rebatch_pool *pool);
 /* Around a call that makes what will be resident. Of what was taken back of its `owner` it may free
  * each address once: that is ignored, whoever has the address by then. */
-void rbi_former_begin(rebatch_pool *pool, uint64_t owner);
+void rbi_old_buffers_begin(rebatch_pool *pool, uint64_t owner);
 /* The call is over: its blocks are those from a sequence on that its scope takes in.
  * REBATCH_E_HOST_OOM: they cannot be made resident. */
-rebatch_status rbi_former_prepare(rebatch_pool *pool, uint64_t first_sequence);
+rebatch_status rbi_old_buffers_prepare(rebatch_pool *pool, uint64_t first_sequence);
 /* The call has failed: the frees that wait in its scope are carried out for good, and may come
  * again in the next call, but for those of blocks that `is_known`. That runs with the lock held, so
  * it must not call the pool. */
-void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope scope,
-                             bool (*is_known)(void *user, const void *address), void *user);
+void rbi_old_buffers_finish_frees(rebatch_pool *pool, rebatch_scope scope,
+                                  bool (*is_known)(void *user, const void *address), void *user);
 /* Its blocks are resident; or it has failed, and they are yet to be taken back. Gives the first
  * block in use whose free was ignored, where fewer were than the call has made; NULL: none. */
-const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed);
+const void *rbi_old_buffers_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed);
 /* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);

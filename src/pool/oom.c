@@ -113,8 +113,8 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     return say_oom(report, pool->headroom_bytes);
 }
 
-rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
-                               rebatch_stream stream, const char *tag)
+rebatch_status rbi_pool_inject_failure(rebatch_pool *pool, size_t bytes, size_t rounded,
+                                       rebatch_stream stream, const char *tag)
 {
     struct rbi_request request;
     if (!pool->fault.strikes || rbi_pool_is_other_thread(pool, pool->owner_thread) ||

@@ -90,15 +90,15 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* What was taken back of resize callbacks, and may be freed late (former.c).
+/* What was taken back of resize callbacks, and may be freed late (old_buffers.c).
  *   entries beyond count: as many as there are resident blocks */
-struct rbi_former_entry {
+struct rbi_old_buffer {
     const void *address;
     uint64_t owner;
     bool is_taken; /* freed late in the call that runs */
 };
-struct rbi_former {
-    struct rbi_former_entry *entries;
+struct rbi_old_buffers {
+    struct rbi_old_buffer *entries;
     size_t count, capacity;
     uint64_t owner;       /* of the call that runs, or ran last */
     bool is_open;         /* a call runs */
@@ -188,7 +188,7 @@ struct rebatch_pool {
 
     struct rbi_residents residents[RBI_POOL_RESIDENTS]; /* by number; the first is nobody's */
     unsigned resident_of;                               /* whose turn it is */
-    struct rbi_former former;
+    struct rbi_old_buffers old_buffers;
 
     struct rbi_pressure pressures[RBI_POOL_PRESSURES];
     size_t pressure_count;
@@ -263,17 +263,17 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
     rbi_lock_give(&pool->lock);
 }
 
-/* ---- addresses of former buffers (former.c); all with the lock held ---- */
+/* ---- addresses of old buffers (old_buffers.c); all with the lock held ---- */
 
 /* A resident block is taken back. There is room for it. */
-void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block);
+void rbi_old_buffers_add(rebatch_pool *pool, const struct rbi_block *block);
 /* Its resize has freed the block at an address, and may do so again. There is room for it. */
-void rbi_former_note(rebatch_pool *pool, const void *address);
+void rbi_old_buffers_note(rebatch_pool *pool, const void *address);
 /* Whether an address is one that the call that runs may free late: it does so once. */
-bool rbi_former_take(rebatch_pool *pool, const void *address);
+bool rbi_old_buffers_take(rebatch_pool *pool, const void *address);
 /* It was freed late outside of such a call. */
-void rbi_former_forget(struct rbi_former *former, const void *address);
-void rbi_former_destroy(struct rbi_former *former);
+void rbi_old_buffers_forget(struct rbi_old_buffers *old, const void *address);
+void rbi_old_buffers_destroy(struct rbi_old_buffers *old);
 
 /* ---- where free blocks are cut; all with the lock held ---- */
 
@@ -544,7 +544,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
             rbi_event_log_add(&(pool)->log, RBI_POOL_EVENT_##kind, address, bytes, stream, tag);   \
     } while (0)
 
-#include "pool/path.h"
+#include "pool/fast_path.h"
 
 /* ---- failures on purpose (pool.c, oom.c) ---- */
 
@@ -552,7 +552,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
 size_t rbi_pool_pad(const rebatch_pool *pool, size_t bytes, size_t rounded);
 /* REBATCH_OOM, with its report, when a request is to fail; with the lock held. Where it must not,
  * REBATCH_OK and overflow.is_struck. */
-rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
-                               rebatch_stream stream, const char *tag);
+rebatch_status rbi_pool_inject_failure(rebatch_pool *pool, size_t bytes, size_t rounded,
+                                       rebatch_stream stream, const char *tag);
 
 #endif

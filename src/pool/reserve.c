@@ -89,7 +89,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    status = rbi_pool_strike(pool, bytes, rounded, stream, "reserve");
+    status = rbi_pool_inject_failure(pool, bytes, rounded, stream, "reserve");
     pool->overflow.is_struck = false;
     if (status == REBATCH_OK)
         status = reserve_locked(pool, bytes, rounded, stream);

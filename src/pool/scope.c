@@ -264,7 +264,7 @@ void rbi_pool_free_resident(rebatch_pool *pool)
         next = b->next;
         if (b->resident != pool->resident_of || !take_out_of_use(pool, b))
             continue;
-        rbi_former_add(pool, b);
+        rbi_old_buffers_add(pool, b);
         *left -= b->bytes;
         b->resident = 0;
         rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
@@ -301,8 +301,8 @@ static struct rbi_block *take_all_deferred(struct rbi_scope *scope)
     return first;
 }
 
-void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope handle,
-                             bool (*is_known)(void *user, const void *address), void *user)
+void rbi_old_buffers_finish_frees(rebatch_pool *pool, rebatch_scope handle,
+                                  bool (*is_known)(void *user, const void *address), void *user)
 {
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
@@ -313,7 +313,7 @@ void rbi_former_finish_frees(rebatch_pool *pool, rebatch_scope handle,
         if (is_known(user, block->address)) {
             rbi_scope_push_deferred(scope, block);
         } else {
-            rbi_former_note(pool, block->address);
+            rbi_old_buffers_note(pool, block->address);
             finish_free(pool, block, true);
         }
         block = next;

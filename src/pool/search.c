@@ -368,7 +368,7 @@ void rbi_request_close(struct rbi_request *request)
     request->stream->pins--;
 }
 
-/* Whether the thread that runs is one whose doings the innermost open scope has in it. */
+/* Whether the innermost open scope has what the thread that runs allocates and frees. */
 static bool is_in_scope(const rebatch_pool *pool)
 {
     if (pool->owner_thread == 0)

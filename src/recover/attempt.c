@@ -538,7 +538,7 @@ static void warn_of_late_free(rebatch *rb, const void *address)
 static rebatch_status commit_resize(rebatch *rb, rebatch_scope scope, rebatch_status status,
                                     uint64_t first_sequence)
 {
-    const rebatch_status noted = rbi_former_prepare(rb->pool, first_sequence);
+    const rebatch_status noted = rbi_old_buffers_prepare(rb->pool, first_sequence);
     if (status && status != REBATCH_OOM)
         return status;
     if (noted || status)
@@ -560,15 +560,16 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
     rebatch_status status = open_change(rb, &call);
     if (status)
         return status;
-    rbi_former_begin(rb->pool, owner_of(rb));
+    rbi_old_buffers_begin(rb->pool, owner_of(rb));
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
     const uint64_t first_sequence = rbi_scope_first_sequence(rb->pool, call.scope);
     status = commit_resize(rb, call.scope, status, first_sequence);
     if (status) /* the program has overwritten its pointers to what it freed */
-        rbi_former_finish_frees(rb->pool, call.scope, may_come_back, rb);
-    const void *const doubtful = rbi_former_end(rb->pool, first_sequence, status != REBATCH_OK);
+        rbi_old_buffers_finish_frees(rb->pool, call.scope, may_come_back, rb);
+    const void *const doubtful =
+        rbi_old_buffers_end(rb->pool, first_sequence, status != REBATCH_OK);
     if (status)
         status = give_up(rb, &call, status);
     rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, status == REBATCH_OK);

@@ -29,7 +29,7 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
     if (rb->run.ooms.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
     const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
-    if (can_shrink && rbi_learn_approaches(rb))
+    if (can_shrink && rbi_learn_goes_by_meter(rb))
         return false; /* nothing was in the way */
     if (can_shrink && (failure->is_injected || rb->run.ooms.retries >= MOST_RETRIES ||
                        rb->sizes.retry_row >= MOST_RETRY_ROW))

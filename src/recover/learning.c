@@ -90,7 +90,7 @@ static size_t choose(rebatch *rb, size_t left)
     size_t size = ask_tuner(rb, learning->has_stepped ? 0 : left);
     if (learning->tuner.user)
         return size;
-    size = rbi_learn_approaches(rb) ? rbi_approach_next(rb, left) : choose_double(rb);
+    size = rbi_learn_goes_by_meter(rb) ? rbi_learn_by_meter_next(rb, left) : choose_double(rb);
     if (size > (rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch)))
         rbi_growth_keep_previous(rb);
     return size;
@@ -116,7 +116,7 @@ void rbi_learn_choose(rebatch *rb, size_t left)
         learning->chosen = rbi_micro_size(rb, rb->run.batch);
         return;
     }
-    if (rbi_approach_is_blind(rb)) { /* as without learning, whose first size is the batch */
+    if (rbi_learn_by_meter_is_blind(rb)) { /* as without learning, whose first size is the batch */
         set_size(rb, rbi_micro_upper(rb, rb->run.batch));
         rbi_learn_stop(rb);
         return;
@@ -161,8 +161,8 @@ void rbi_learn_begin(rebatch *rb, size_t count)
         learning->attempt = RBI_ATTEMPT_WATCHED;
         learning->tuner.begin(learning->tuner.user, count);
     }
-    if (rbi_learn_approaches(rb))
-        rbi_approach_begin(rb, count);
+    if (rbi_learn_goes_by_meter(rb))
+        rbi_learn_by_meter_begin(rb, count);
 }
 
 /* `is_of_use`: what it has failed with tells learning something. */
@@ -195,9 +195,10 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     } else if (status == REBATCH_OOM && learning->tuner.user) {
         learning->tuner.failed(learning->tuner.user, count);
     }
-    const bool approaches = rbi_learn_approaches(rb);
-    const bool is_of_use = approaches && status == REBATCH_OOM ? rbi_approach_failed(rb, count)
-                                                               : learning->tuner.user != NULL;
+    const bool approaches = rbi_learn_goes_by_meter(rb);
+    const bool is_of_use = approaches && status == REBATCH_OOM
+                               ? rbi_learn_by_meter_failed(rb, count)
+                               : learning->tuner.user != NULL;
     settle_after(rb, status, is_of_use);
 }
 

@@ -225,7 +225,7 @@ struct rbi_learning {
     unsigned lighten; /* the level when it began */
     struct rbi_tuner tuner;
 
-    /* by a meter (approach.c) */
+    /* by a meter (learn_by_meter.c) */
     size_t begun;      /* the size with which the step that runs began */
     size_t fresh;      /* the size that ran so last */
     size_t failed;     /* the size that ran out of memory; 0: none did */
@@ -237,17 +237,17 @@ static inline bool rbi_learn_is_on(const struct rbi_learning *learning)
     return learning->state != RBI_LEARN_OFF;
 }
 
-/* Whether sizes approach the largest from below, by a meter's figures (approach.c). */
-bool rbi_learn_approaches(const rebatch *rb);
+/* Whether sizes approach the largest from below, by a meter's figures (learn_by_meter.c). */
+bool rbi_learn_goes_by_meter(const rebatch *rb);
 /* The size that is to run next, of `left` samples; the one that is in force where that has not run
  * yet; 0: no other in this step. After a step `left` is 0. */
-size_t rbi_approach_next(rebatch *rb, size_t left);
+size_t rbi_learn_by_meter_next(rebatch *rb, size_t left);
 /* Whether a micro-batch ran, and the meter had no figures of it. */
-bool rbi_approach_is_blind(const rebatch *rb);
+bool rbi_learn_by_meter_is_blind(const rebatch *rb);
 /* A micro-batch of that size comes next. */
-void rbi_approach_begin(rebatch *rb, size_t count);
+void rbi_learn_by_meter_begin(rebatch *rb, size_t count);
 /* One that was to be learned from ran out of memory: false when learning is of no more use. */
-bool rbi_approach_failed(rebatch *rb, size_t count);
+bool rbi_learn_by_meter_failed(rebatch *rb, size_t count);
 /* The session begins to learn from `tuner`, which it takes over. */
 void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner);
 /* A step begins. */
@@ -298,7 +298,7 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size);
  * called for next; 0: the function has none that another size would change. */
 size_t rbi_resize_size(const rebatch *rb);
 
-/* ---- functions that return nothing (plain.c) ---- */
+/* ---- functions that return nothing (step_plain.c) ---- */
 
 /* What the callbacks of such a step get as their user. */
 struct rbi_plain {
@@ -428,7 +428,7 @@ struct rbi_sizes {
 
 void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
 
-/* ---- an update that host memory has served (host_use.c) ---- */
+/* ---- an update that host memory has served (update_overflow.c) ---- */
 
 /* The update has begun to change parameters: its allocations must not fail from here on. */
 void rbi_overflow_begin(rebatch *rb);
@@ -464,7 +464,7 @@ bool rbi_leak_is_likely(const rebatch *rb);
 /* "each of the last 3 steps left more memory allocated, ..." */
 void rbi_leak_add(struct rbi_text *t, const rebatch *rb);
 
-/* ---- what the program names (named.c) ---- */
+/* ---- what the program names (watch.c) ---- */
 
 void rbi_watched_release(rebatch *rb);
 

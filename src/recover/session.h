@@ -13,7 +13,7 @@ struct rebatch_probe_options;
 struct rbi_launch;
 struct rbi_sizes;
 
-/* ---- what it is (getters.c) ---- */
+/* ---- what it is (session_access.c) ---- */
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
@@ -222,7 +222,7 @@ void rbi_step_end(rebatch *rb);
 /* The pool's last OOM since then; where there was none, *out stays. */
 void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb);
 
-/* ---- drills (drill.c) ---- */
+/* ---- drills (trial_step.c) ---- */
 
 /* A drill runs a step up to its update, again and again, and leaves the session as it was. */
 struct rbi_drill_watch {
@@ -264,7 +264,7 @@ rebatch_status rbi_drill_undo(rebatch *rb);
 void rbi_drill_release(rebatch *rb);
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);
 
-/* ---- what the program names (named.c) ---- */
+/* ---- what the program names (watch.c) ---- */
 
 #define RBI_WATCHED_MOST 64
 

@@ -7,7 +7,7 @@
 
 #include "base/base.h"
 #include "pool/heap/nodes.h"
-#include "pool/heap/tombstones.h"
+#include "pool/heap/rolled_back.h"
 #include "pool/tuning.h"
 #include "rebatch/pool.h"
 

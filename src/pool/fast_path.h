@@ -1,7 +1,7 @@
 /* What every allocation and free passes through, inline. All with the lock held.
  * Must not know how memory is found. Included by pool.h, which has the structs. */
-#ifndef RBI_POOL_PATH_H
-#define RBI_POOL_PATH_H
+#ifndef RBI_POOL_FAST_PATH_H
+#define RBI_POOL_FAST_PATH_H
 
 #ifndef RBI_POOL_H
 #error "include pool/pool.h"

@@ -1,4 +1,4 @@
-/* The memory of what rollbacks took back (tombstones.c).
+/* The memory of what rollbacks took back (rolled_back.c).
  * Must not know blocks. */
 #ifndef RBI_POOL_LATE_H
 #define RBI_POOL_LATE_H

@@ -1,4 +1,4 @@
-/* Owns whose blocks are resident, and the addresses of former buffers: those that were taken back
+/* Owns whose blocks are resident, and the addresses of old buffers: those that were taken back
  * of a resize, which may free them late, each once, whoever has the address by then.
  * Must not know what a resize is for. */
 #include <string.h>
@@ -6,55 +6,55 @@
 #include "pool/pool.h"
 
 /* More than that are forgotten, the oldest first. */
-#define FORMER_MOST 65536
+#define OLD_BUFFERS_MOST 65536
 
-static void forget_oldest(struct rbi_former *former, size_t count)
+static void forget_oldest(struct rbi_old_buffers *old, size_t count)
 {
-    former->count -= count;
-    memmove(former->entries, former->entries + count, former->count * sizeof *former->entries);
+    old->count -= count;
+    memmove(old->entries, old->entries + count, old->count * sizeof *old->entries);
 }
 
-static bool prepare(struct rbi_former *former, size_t more)
+static bool prepare(struct rbi_old_buffers *old, size_t more)
 {
-    if (former->count + more > FORMER_MOST)
-        forget_oldest(former, rbi_min(former->count, former->count + more - FORMER_MOST));
-    if (former->count + more <= former->capacity)
+    if (old->count + more > OLD_BUFFERS_MOST)
+        forget_oldest(old, rbi_min(old->count, old->count + more - OLD_BUFFERS_MOST));
+    if (old->count + more <= old->capacity)
         return true;
-    const size_t capacity = 2 * (former->count + more);
-    struct rbi_former_entry *const entries = rbi_heap_calloc(capacity, sizeof *entries);
+    const size_t capacity = 2 * (old->count + more);
+    struct rbi_old_buffer *const entries = rbi_heap_calloc(capacity, sizeof *entries);
     if (!entries)
         return false;
-    if (former->count)
-        memcpy(entries, former->entries, former->count * sizeof *entries);
-    rbi_heap_free(former->entries);
-    former->entries = entries;
-    former->capacity = capacity;
+    if (old->count)
+        memcpy(entries, old->entries, old->count * sizeof *entries);
+    rbi_heap_free(old->entries);
+    old->entries = entries;
+    old->capacity = capacity;
     return true;
 }
 
-static void add(struct rbi_former *former, const void *address, uint64_t owner)
+static void add(struct rbi_old_buffers *old, const void *address, uint64_t owner)
 {
-    if (former->count < former->capacity)
-        former->entries[former->count++] = (struct rbi_former_entry){address, owner, false};
+    if (old->count < old->capacity)
+        old->entries[old->count++] = (struct rbi_old_buffer){address, owner, false};
 }
 
-void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block)
+void rbi_old_buffers_add(rebatch_pool *pool, const struct rbi_block *block)
 {
     rbi_assert(block->resident != 0);
-    add(&pool->former, block->address, pool->residents[block->resident].owner);
+    add(&pool->old_buffers, block->address, pool->residents[block->resident].owner);
 }
 
-void rbi_former_note(rebatch_pool *pool, const void *address)
+void rbi_old_buffers_note(rebatch_pool *pool, const void *address)
 {
-    add(&pool->former, address, pool->former.owner);
+    add(&pool->old_buffers, address, pool->old_buffers.owner);
 }
 
-bool rbi_former_take(rebatch_pool *pool, const void *address)
+bool rbi_old_buffers_take(rebatch_pool *pool, const void *address)
 {
-    struct rbi_former *const former = &pool->former;
-    for (size_t i = former->count; i-- > 0;) {
-        struct rbi_former_entry *const entry = &former->entries[i];
-        if (entry->address == address && entry->owner == former->owner && !entry->is_taken) {
+    struct rbi_old_buffers *const old = &pool->old_buffers;
+    for (size_t i = old->count; i-- > 0;) {
+        struct rbi_old_buffer *const entry = &old->entries[i];
+        if (entry->address == address && entry->owner == old->owner && !entry->is_taken) {
             entry->is_taken = true;
             return true;
         }
@@ -62,26 +62,26 @@ bool rbi_former_take(rebatch_pool *pool, const void *address)
     return false;
 }
 
-void rbi_former_forget(struct rbi_former *former, const void *address)
+void rbi_old_buffers_forget(struct rbi_old_buffers *old, const void *address)
 {
-    for (size_t i = former->count; i-- > 0;)
-        if (former->entries[i].address == address) {
-            former->entries[i] = former->entries[--former->count];
+    for (size_t i = old->count; i-- > 0;)
+        if (old->entries[i].address == address) {
+            old->entries[i] = old->entries[--old->count];
             return;
         }
 }
 
-void rbi_former_begin(rebatch_pool *pool, uint64_t owner)
+void rbi_old_buffers_begin(rebatch_pool *pool, uint64_t owner)
 {
     rbi_lock_take(&pool->lock);
-    pool->former.owner = owner;
-    pool->former.is_open = true;
-    pool->former.doubtful = NULL;
+    pool->old_buffers.owner = owner;
+    pool->old_buffers.is_open = true;
+    pool->old_buffers.doubtful = NULL;
     rbi_pool_give_lock(pool);
 }
 
 /* The blocks in use that the call has made, those that are resident, and those that wait to be free
- * (rbi_former_finish_frees()). */
+ * (rbi_old_buffers_finish_frees()). */
 static size_t count_blocks(const rebatch_pool *pool, uint64_t first_sequence)
 {
     size_t count = 0;
@@ -92,30 +92,30 @@ static size_t count_blocks(const rebatch_pool *pool, uint64_t first_sequence)
     return count;
 }
 
-rebatch_status rbi_former_prepare(rebatch_pool *pool, uint64_t first_sequence)
+rebatch_status rbi_old_buffers_prepare(rebatch_pool *pool, uint64_t first_sequence)
 {
     rbi_lock_take(&pool->lock);
-    pool->former.is_open = false;
-    const bool has_room = prepare(&pool->former, count_blocks(pool, first_sequence));
+    pool->old_buffers.is_open = false;
+    const bool has_room = prepare(&pool->old_buffers, count_blocks(pool, first_sequence));
     rbi_pool_give_lock(pool);
     return has_room ? REBATCH_OK
                     : rbi_error(REBATCH_E_HOST_OOM, "no host memory to note the buffers of a size");
 }
 
 /* A later call of the same resize has what this one made. */
-static void forget_owner(struct rbi_former *former)
+static void forget_owner(struct rbi_old_buffers *old)
 {
     size_t kept = 0;
-    for (size_t i = 0; i < former->count; i++)
-        if (former->entries[i].owner != former->owner)
-            former->entries[kept++] = former->entries[i];
-    former->count = kept;
+    for (size_t i = 0; i < old->count; i++)
+        if (old->entries[i].owner != old->owner)
+            old->entries[kept++] = old->entries[i];
+    old->count = kept;
 }
 
 static void keep_resident(rebatch_pool *pool)
 {
-    pool->residents[pool->resident_of].owner = pool->former.owner;
-    forget_owner(&pool->former);
+    pool->residents[pool->resident_of].owner = pool->old_buffers.owner;
+    forget_owner(&pool->old_buffers);
 }
 
 /* Whether the block that is doubtful is new, and the call has freed as many old buffers as it has
@@ -123,14 +123,14 @@ static void keep_resident(rebatch_pool *pool)
 static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence)
 {
     size_t taken = 0, made = 0;
-    const void *const doubtful = pool->former.doubtful;
+    const void *const doubtful = pool->old_buffers.doubtful;
     const struct rbi_block *const block =
         doubtful ? rbi_table_find(&pool->heap.table, doubtful) : NULL;
     if (!block || block->sequence < first_sequence)
         return false;
-    for (size_t i = 0; i < pool->former.count; i++)
-        taken +=
-            pool->former.entries[i].owner == pool->former.owner && pool->former.entries[i].is_taken;
+    for (size_t i = 0; i < pool->old_buffers.count; i++)
+        taken += pool->old_buffers.entries[i].owner == pool->old_buffers.owner &&
+                 pool->old_buffers.entries[i].is_taken;
     const struct rbi_block *const ring = &pool->by_sequence;
     for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
          b = b->previous)
@@ -141,21 +141,22 @@ static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence)
 /* The next call may find the pointers of before this one, and those of this one. */
 static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
 {
-    struct rbi_former *const former = &pool->former;
-    for (size_t i = 0; i < former->count; i++)
-        if (former->entries[i].owner == former->owner)
-            former->entries[i].is_taken = false;
+    struct rbi_old_buffers *const old = &pool->old_buffers;
+    for (size_t i = 0; i < old->count; i++)
+        if (old->entries[i].owner == old->owner)
+            old->entries[i].is_taken = false;
     const struct rbi_block *const ring = &pool->by_sequence;
     for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
          b = b->previous)
         if (!b->outside)
-            add(former, b->address, former->owner);
+            add(old, b->address, old->owner);
 }
 
-const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
+const void *rbi_old_buffers_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
 {
     rbi_lock_take(&pool->lock);
-    const void *const doubtful = has_freed_all(pool, first_sequence) ? NULL : pool->former.doubtful;
+    const void *const doubtful =
+        has_freed_all(pool, first_sequence) ? NULL : pool->old_buffers.doubtful;
     if (has_failed)
         keep_all(pool, first_sequence);
     else
@@ -194,7 +195,7 @@ unsigned rbi_residents_enter(rebatch_pool *pool, unsigned number)
     return before;
 }
 
-void rbi_former_destroy(struct rbi_former *former)
+void rbi_old_buffers_destroy(struct rbi_old_buffers *old)
 {
-    rbi_heap_free(former->entries);
+    rbi_heap_free(old->entries);
 }

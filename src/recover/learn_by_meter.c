@@ -15,7 +15,7 @@
  * settle; after SQUEEZED_MOST such steps in a row there is no room left. */
 #define SQUEEZED_MOST 3
 
-bool rbi_learn_approaches(const rebatch *rb)
+bool rbi_learn_goes_by_meter(const rebatch *rb)
 {
     const struct rbi_learning *learning = &rb->sizes.learning;
     return rbi_learn_is_on(learning) && !learning->tuner.user && rbi_meter_is_set(rb) &&
@@ -58,7 +58,7 @@ static size_t halfway(const rebatch *rb, size_t size)
 }
 
 /* Before the first micro-batch of a step gradients are not there yet, which the others find. */
-size_t rbi_approach_next(rebatch *rb, size_t left)
+size_t rbi_learn_by_meter_next(rebatch *rb, size_t left)
 {
     const size_t size = rbi_micro_size(rb, rb->run.batch);
     struct rbi_learning *learning = &rb->sizes.learning;
@@ -77,14 +77,14 @@ size_t rbi_approach_next(rebatch *rb, size_t left)
     return learning->failed ? halfway(rb, size) : beyond_line(rb, size);
 }
 
-bool rbi_approach_is_blind(const rebatch *rb)
+bool rbi_learn_by_meter_is_blind(const rebatch *rb)
 {
     const size_t size = rbi_micro_size(rb, rb->run.batch);
-    return rbi_learn_approaches(rb) && rb->sizes.learning.fresh == size &&
+    return rbi_learn_goes_by_meter(rb) && rb->sizes.learning.fresh == size &&
            !rbi_need_has_run(rb, size);
 }
 
-void rbi_approach_begin(rebatch *rb, size_t count)
+void rbi_learn_by_meter_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
     if (learning->chosen != count || learning->fresh == count)
@@ -95,7 +95,7 @@ void rbi_approach_begin(rebatch *rb, size_t count)
 }
 
 /* A second OOM tells of something else than the size. */
-bool rbi_approach_failed(rebatch *rb, size_t count)
+bool rbi_learn_by_meter_failed(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
     const uint64_t available = rb->run.ooms.failure.available_bytes;

@@ -1,6 +1,6 @@
 /* Owns the memory of what rollbacks took back.
  * Must not know blocks. */
-#include "pool/heap/tombstones.h"
+#include "pool/heap/rolled_back.h"
 
 #include <string.h>
 
