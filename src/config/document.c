@@ -37,6 +37,7 @@ static void add_example_setting(struct rbi_text *t, const struct rbi_setting *se
     struct rbi_text v = {values, sizeof values, 0};
     rbi_text_add(&v, "Values: ");
     rbi_setting_describe(&v, setting);
+    rbi_assert(v.length < sizeof values);
     add_comment(t, "    ", setting->help);
     add_comment(t, "    ", values);
     rbi_text_add(t, "    %s = %s;\n", rbi_setting_name(setting), default_of(setting).text);
@@ -91,6 +92,7 @@ static struct row row_of(const struct rbi_setting *setting)
             rbi_text_add(&t, "`%s`", cells[i]);
         else
             rbi_setting_describe(&t, setting);
+        rbi_assert(t.length < sizeof row.cells[i]);
     }
     return row;
 }

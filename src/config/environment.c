@@ -75,6 +75,7 @@ static rebatch_status check_name(const char *name, size_t length)
     if (near.name[0])
         return rbi_error(REBATCH_E_PARSE, "%s is not a setting's variable; did you mean %s?",
                          shown.text, near.name);
+    rbi_assert(group);
     char list[256];
     struct rbi_text t = {list, sizeof list, 0};
     rbi_setting_list(&t, group->name);

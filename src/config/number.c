@@ -96,6 +96,7 @@ static struct decimal parse_decimal(const char *at)
             decimal.fraction += one * (uint64_t)(*at - '0');
         }
     }
+    rbi_assert(decimal.fraction < FRACTION_ONE);
     decimal.end = at;
     return decimal;
 }
@@ -108,6 +109,7 @@ static struct rbi_size parse_share(const struct decimal *decimal)
     if (decimal->fraction % step != 0)
         return rbi_size_wrong(", finer than a tenth of a percent");
     struct rbi_size size = {0, (uint32_t)(decimal->whole * 10 + decimal->fraction / step), ""};
+    rbi_assert(size.permille <= 1000);
     return size.permille == 0 ? rbi_size_wrong(", a size of zero") : size;
 }
 

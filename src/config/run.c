@@ -99,6 +99,7 @@ static bool read_shrink(struct rbi_shrink *out, const char *text, size_t length)
     if (size >= sizeof share || length <= digits ||
         strncmp(text + size, at_step, sizeof at_step - 1) != 0)
         return false;
+    rbi_assert(size < length && size < sizeof share);
     memcpy(share, text, size);
     share[size] = '\0';
     const struct rbi_size parsed = rbi_size_parse(share, true);

@@ -21,6 +21,7 @@ bool rbi_setting_is_in(const struct rbi_setting *setting, const char *group)
 
 const char *rbi_setting_name(const struct rbi_setting *setting)
 {
+    rbi_assert(strchr(setting->key, '.'));
     return strchr(setting->key, '.') + 1;
 }
 
@@ -43,6 +44,7 @@ const struct rbi_group *rbi_group_find(const char *name)
 struct rbi_variable rbi_setting_variable(const struct rbi_setting *setting)
 {
     struct rbi_variable variable = {RBI_VARIABLE_PREFIX};
+    rbi_assert(sizeof RBI_VARIABLE_PREFIX + strlen(setting->key) <= sizeof variable.name);
     char *to = variable.name + strlen(variable.name);
     for (const char *c = setting->key; *c && to < variable.name + sizeof variable.name - 1; c++)
         *to++ = *c == '.' ? '_' : *c >= 'a' && *c <= 'z' ? (char)(*c - 'a' + 'A') : *c;

@@ -30,6 +30,7 @@ struct frame {
 
 static struct rbi_shown shown_here(const struct rbi_source *s, const struct frame *f)
 {
+    rbi_assert(f->file < s->file_count && f->depth <= INCLUDE_DEPTH_MOST);
     const struct rbi_place place = {s->files[f->file], f->line, NULL};
     return rbi_shown_place(&place);
 }
@@ -81,6 +82,7 @@ static rebatch_status emit(struct rbi_source *s, const char *text, size_t length
         s->text = grown;
         s->room = room;
     }
+    rbi_assert(s->length + length < s->room && s->room <= TEXT_MOST * 2);
     memcpy(s->text + s->length, text, length);
     s->length += length;
     s->text[s->length] = '\0';

@@ -17,6 +17,7 @@ static char lower(char c)
  * row. */
 static size_t edit_distance(const char *a, size_t a_length, const char *b, size_t b_length)
 {
+    rbi_assert(a_length <= WORD_MOST && b_length <= WORD_MOST);
     size_t rows[3][WORD_MOST + 1]; /* row i is rows[i % 3] */
     for (size_t j = 0; j <= b_length; j++)
         rows[0][j] = j;
@@ -33,6 +34,7 @@ static size_t edit_distance(const char *a, size_t a_length, const char *b, size_
                 row[j] = rbi_min(row[j], above2[j - 2] + 1);
         }
     }
+    rbi_assert(rows[a_length % 3][b_length] <= rbi_max(a_length, b_length));
     return rows[a_length % 3][b_length];
 }
 

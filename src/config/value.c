@@ -108,6 +108,7 @@ __attribute__((format(printf, 2, 3))) static void set_text(struct rbi_entry *ent
     va_start(arguments, format);
     rbi_text_add_v(&t, format, arguments);
     va_end(arguments);
+    rbi_assert(t.length < sizeof entry->text);
 }
 
 rebatch_status rbi_entry_set_integer(struct rbi_entry *entry, const struct rbi_setting *setting,
@@ -203,6 +204,7 @@ static rebatch_status set_words(struct rbi_entry *entry, const struct rbi_settin
         return refuse_text(setting, place, text, wrong);
     set_number(entry, 0);
     entry->is_none = setting->may_be_none && strcmp(text, "none") == 0;
+    rbi_assert(strlen(text) < sizeof entry->words);
     memcpy(entry->words, entry->is_none ? "" : text, entry->is_none ? 1 : strlen(text) + 1);
     set_text(entry, "\"%s\"", text);
     return REBATCH_OK;
@@ -220,11 +222,13 @@ static void clear_list(struct rbi_entry *entry)
 /* Puts a number where it belongs, unless it is there. */
 static void add_number(struct rbi_entry *entry, uint64_t number)
 {
+    rbi_assert(entry->number < RBI_LIST_MOST);
     size_t at = entry->number;
     while (at > 0 && entry->list[at - 1] > number)
         at--;
     if (at > 0 && entry->list[at - 1] == number)
         return;
+    rbi_assert(at == entry->number || entry->list[at] > number);
     memmove(entry->list + at + 1, entry->list + at, (entry->number - at) * sizeof *entry->list);
     entry->list[at] = number;
     entry->number++;
@@ -236,6 +240,7 @@ static void set_list_text(struct rbi_entry *entry)
     for (size_t i = 0; i < entry->number; i++)
         rbi_text_add(&t, "%s%" PRIu64, i ? ", " : "[", entry->list[i]);
     rbi_text_add(&t, "]");
+    rbi_assert(t.length < sizeof entry->text);
 }
 
 rebatch_status rbi_entry_set_list(struct rbi_entry *entry, const struct rbi_setting *setting,
@@ -381,6 +386,7 @@ rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_pl
     rbi_text_add(&t, "%s", name);
     if (place->file)
         rbi_text_add(&t, ":%" PRIu32, place->line);
+    rbi_assert(t.length < room);
     rbi_heap_free(entry->origin);
     entry->origin = origin;
     return REBATCH_OK;
@@ -391,6 +397,7 @@ rebatch_log_level rbi_entry_log_level(const struct rbi_entry *entry)
     static const rebatch_log_level levels[] = {REBATCH_LOG_DEFAULT, REBATCH_LOG_QUIET,
                                                REBATCH_LOG_ERROR,   REBATCH_LOG_WARN,
                                                REBATCH_LOG_INFO,    REBATCH_LOG_DEBUG};
+    rbi_assert(entry->number < sizeof levels / sizeof *levels);
     return levels[entry->number];
 }
 

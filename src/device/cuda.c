@@ -151,6 +151,7 @@ static rebatch_status count(void *self, rebatch_status status, size_t taken, siz
     if (status)
         return status;
     pthread_mutex_lock(&cuda->lock);
+    rbi_assert(given <= cuda->used_bytes + taken);
     cuda->used_bytes += taken;
     cuda->used_bytes -= given;
     pthread_mutex_unlock(&cuda->lock);
@@ -299,6 +300,7 @@ static rebatch_status cuda_set_access(void *self, void *address, size_t bytes)
     struct cuda *c = self;
     struct cu_access access[1 + PEERS_MOST];
     (void)pthread_mutex_lock(&c->lock);
+    rbi_assert(c->peer_count <= PEERS_MOST);
     const size_t gpus = 1 + c->peer_count;
     for (size_t i = 0; i < gpus; i++) {
         access[i] = (struct cu_access){.location = c->kind.location, .flags = ACCESS_READ_WRITE};

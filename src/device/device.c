@@ -9,6 +9,7 @@
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,
                                  const char *name)
 {
+    rbi_assert(ops->close && ops->page_bytes && ops->memory && ops->alloc && ops->free);
     *out = NULL;
     rebatch_device *device = rbi_heap_calloc(1, sizeof *device);
     if (!device)
@@ -43,7 +44,9 @@ void rbi_device_hold(rebatch_device *device)
 
 void rbi_device_let_go(rebatch_device *device)
 {
-    atomic_fetch_sub(&device->users, 1);
+    const size_t users = atomic_fetch_sub(&device->users, 1);
+    rbi_assert(users > 0);
+    (void)users;
 }
 
 const char *rebatch_device_name(const rebatch_device *device)

@@ -52,6 +52,7 @@ static rebatch_status dry_memory(void *self, rebatch_memory_info *out)
 /* Addresses end where the kernel's begin. */
 static rebatch_status take_addresses(struct dry *dry, size_t bytes, void **address)
 {
+    rbi_assert(dry->next_address >= FIRST_ADDRESS && dry->next_address <= INTPTR_MAX);
     if (bytes > (size_t)INTPTR_MAX - dry->next_address)
         return rbi_error(REBATCH_OOM, "the dry device has no addresses left for %zu bytes", bytes);
     *address = (void *)dry->next_address;
@@ -71,6 +72,7 @@ static rebatch_status take(struct dry *dry, size_t bytes, void **address, rbi_ph
             status = take_addresses(dry, bytes, address);
         if (!status)
             dry->used_bytes += bytes;
+        rbi_assert(dry->used_bytes <= dry->capacity_bytes);
         if (!status && physical)
             *physical = dry->next_physical++;
     }
@@ -81,6 +83,7 @@ static rebatch_status take(struct dry *dry, size_t bytes, void **address, rbi_ph
 static rebatch_status give(struct dry *dry, size_t bytes)
 {
     pthread_mutex_lock(&dry->lock);
+    rbi_assert(bytes <= dry->used_bytes);
     dry->used_bytes -= bytes;
     pthread_mutex_unlock(&dry->lock);
     return REBATCH_OK;

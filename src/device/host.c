@@ -82,6 +82,7 @@ static bool take(struct host *host, size_t bytes)
                       bytes <= host->capacity_bytes - host->used_bytes;
     if (fits)
         host->used_bytes += bytes;
+    rbi_assert(!fits || host->used_bytes <= host->capacity_bytes);
     pthread_mutex_unlock(&host->lock);
     return fits;
 }
@@ -89,6 +90,7 @@ static bool take(struct host *host, size_t bytes)
 static void give(struct host *host, size_t bytes)
 {
     pthread_mutex_lock(&host->lock);
+    rbi_assert(bytes <= host->used_bytes);
     host->used_bytes -= bytes;
     pthread_mutex_unlock(&host->lock);
 }
@@ -176,6 +178,7 @@ static bool take_overflow(struct host *host, size_t bytes)
 static void give_overflow(struct host *host, size_t bytes)
 {
     pthread_mutex_lock(&host->lock);
+    rbi_assert(bytes <= SIZE_MAX - host->overflow_bytes);
     host->overflow_bytes += bytes;
     pthread_mutex_unlock(&host->lock);
 }
@@ -310,19 +313,6 @@ static rebatch_status host_fill(void *self, void *to, uint8_t value, size_t byte
 
 /* ---- streams ---- */
 
-static rebatch_status host_stream_create(void *self, rebatch_stream *out)
-{
-    struct host *host = self;
-    const rebatch_status status = rbi_host_stream_create(out);
-    if (status)
-        return status;
-    pthread_mutex_lock(&host->lock);
-    *rbi_host_stream_next(*out) = host->streams;
-    host->streams = *out;
-    pthread_mutex_unlock(&host->lock);
-    return REBATCH_OK;
-}
-
 /* The link that points at `stream`, or the list's end. The lock is held. */
 static rebatch_stream *find_stream(struct host *host, rebatch_stream stream)
 {
@@ -330,6 +320,20 @@ static rebatch_stream *find_stream(struct host *host, rebatch_stream stream)
     while (*link && *link != stream)
         link = rbi_host_stream_next(*link);
     return link;
+}
+
+static rebatch_status host_stream_create(void *self, rebatch_stream *out)
+{
+    struct host *host = self;
+    const rebatch_status status = rbi_host_stream_create(out);
+    if (status)
+        return status;
+    pthread_mutex_lock(&host->lock);
+    rbi_assert(*find_stream(host, *out) == NULL);
+    *rbi_host_stream_next(*out) = host->streams;
+    host->streams = *out;
+    pthread_mutex_unlock(&host->lock);
+    return REBATCH_OK;
 }
 
 static void host_stream_destroy(void *self, rebatch_stream stream)

@@ -29,6 +29,7 @@ rebatch_status rbi_host_file_take(struct rbi_host_file *file, rbi_physical *out,
     if (ftruncate(file->descriptor, (off_t)(file->end + bytes)) != 0)
         return rbi_error(REBATCH_OOM, "the machine has no room for %zu bytes: %s", bytes,
                          strerror(errno));
+    rbi_assert(file->end % (uint64_t)sysconf(_SC_PAGESIZE) == 0);
     *out = file->end;
     file->end += bytes;
     return REBATCH_OK;
@@ -36,6 +37,7 @@ rebatch_status rbi_host_file_take(struct rbi_host_file *file, rbi_physical *out,
 
 rebatch_status rbi_host_file_give(struct rbi_host_file *file, rbi_physical physical, size_t bytes)
 {
+    rbi_assert(file->descriptor >= 0 && physical > 0 && physical + bytes <= file->end);
     if (fallocate(file->descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)physical,
                   (off_t)bytes) != 0)
         return rbi_error(REBATCH_E_DEVICE, "the machine did not take back %zu bytes: %s", bytes,
@@ -74,6 +76,7 @@ rebatch_status rbi_host_unreserve(void *address, size_t bytes)
 rebatch_status rbi_host_map(const struct rbi_host_file *file, void *address, size_t bytes,
                             rbi_physical physical)
 {
+    rbi_assert(file->descriptor >= 0 && physical > 0 && physical + bytes <= file->end);
     if (mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->descriptor,
              (off_t)physical) != address)
         return rbi_error(REBATCH_OOM, "the machine could not map %zu bytes: %s", bytes,

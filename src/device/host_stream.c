@@ -75,6 +75,7 @@ static uint64_t begin_record(rbi_event event)
 static void end_record(rbi_event event, uint64_t generation)
 {
     pthread_mutex_lock(&event->lock);
+    rbi_assert(generation <= event->recorded);
     if (event->done < generation)
         event->done = generation;
     pthread_cond_broadcast(&event->changed);
@@ -84,6 +85,7 @@ static void end_record(rbi_event event, uint64_t generation)
 static void wait_for(rbi_event event, uint64_t generation)
 {
     pthread_mutex_lock(&event->lock);
+    rbi_assert(generation <= event->recorded);
     while (event->done < generation)
         pthread_cond_wait(&event->changed, &event->lock);
     pthread_mutex_unlock(&event->lock);
@@ -100,6 +102,7 @@ static uint64_t recorded(rbi_event event)
 bool rbi_host_event_is_done(rbi_event event)
 {
     pthread_mutex_lock(&event->lock);
+    rbi_assert(event->done <= event->recorded);
     const bool done = event->done == event->recorded;
     pthread_mutex_unlock(&event->lock);
     return done;
@@ -147,6 +150,7 @@ static void *run_queue(void *argument)
         stream->head = task->next;
         if (!stream->head)
             stream->tail = &stream->head;
+        rbi_assert(!stream->running);
         stream->running = true;
         pthread_mutex_unlock(&stream->lock);
 
@@ -184,6 +188,7 @@ static rebatch_status enqueue(rebatch_stream stream, const struct task *what)
     task->next = NULL;
 
     pthread_mutex_lock(&stream->lock);
+    rbi_assert(*stream->tail == NULL && (stream->head || stream->tail == &stream->head));
     *stream->tail = task;
     stream->tail = &task->next;
     pthread_cond_signal(&stream->added);
@@ -228,6 +233,7 @@ rebatch_status rbi_host_stream_wait(rebatch_stream stream, rbi_event event)
 
 static void release(rebatch_stream stream)
 {
+    rbi_assert(!stream->head && !stream->running);
     while (stream->spare) {
         struct task *task = stream->spare;
         stream->spare = task->next;
@@ -271,7 +277,8 @@ rebatch_status rbi_host_stream_synchronize(rebatch_stream stream)
 
 void rbi_host_stream_destroy(rebatch_stream stream)
 {
-    (void)rbi_host_stream_synchronize(stream); /* now a spare node is there */
+    (void)rbi_host_stream_synchronize(stream);
+    rbi_assert(stream->spare && !stream->head);
     (void)enqueue(stream, &(struct task){.kind = TASK_END});
     pthread_join(stream->thread, NULL);
     release(stream);
