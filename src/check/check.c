@@ -49,15 +49,6 @@ static rebatch_status run_all(struct rbi_check *c, size_t batch)
 
 /* ---- beginning and end ---- */
 
-rebatch_status rbi_check_open_values(struct rbi_check *c)
-{
-    struct rbi_values *const all[] = {&c->before, &c->reference, &c->now, &c->other, &c->replayed};
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < sizeof all / sizeof *all && !status; i++)
-        status = rbi_values_open(all[i], &c->items);
-    return status ? status : rbi_values_read(&c->before, &c->items);
-}
-
 static void release(struct rbi_check *c)
 {
     struct rbi_values *const all[] = {&c->before, &c->reference, &c->now, &c->other, &c->replayed};

@@ -4,6 +4,15 @@
 
 #include "check/check.h"
 
+rebatch_status rbi_check_open_values(struct rbi_check *c)
+{
+    struct rbi_values *const all[] = {&c->before, &c->reference, &c->now, &c->other, &c->replayed};
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < sizeof all / sizeof *all && !status; i++)
+        status = rbi_values_open(all[i], &c->items);
+    return status ? status : rbi_values_read(&c->before, &c->items);
+}
+
 /* ---- the largest size ---- */
 
 /* A run at c->base. *next is the size to try instead; 0: this one will do, or nothing will. */

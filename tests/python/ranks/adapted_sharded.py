@@ -204,9 +204,9 @@ def _compared(train, window, is_on_all, where):
     that fit, and where memory runs out."""
     short = _is_short(is_on_all)
     cut = short or window is False  # in lockstep all ranks have the same sizes
-    before, own, _ = train(None, "")
-    _, started, _ = train(_options(window, _FITS if cut else _SIZE, True), "")
-    _, struck, report = train(_options(window, _SIZE, False), where if short else "")
+    before, own, _ = _on_host(train(None, ""))
+    _, started, _ = _on_host(train(_options(window, _FITS if cut else _SIZE, True), ""))
+    _, struck, report = _on_host(train(_options(window, _SIZE, False), where if short else ""))
     return {
         "near": all(torch.allclose(a, b, atol=1e-4) for a, b in zip(own, struck)),
         "bits": same_bits(started, struck),
@@ -214,6 +214,12 @@ def _compared(train, window, is_on_all, where):
         "moved": not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(before, own)),
         "ranks": report.ranks,
     }
+
+
+def _on_host(trained):
+    """Each rank has a GPU of its own."""
+    before, after, report = trained
+    return [p.cpu() for p in before], [p.cpu() for p in after], report
 
 
 def _copies(model):
