@@ -136,7 +136,7 @@ size_t rbi_probe_round(void *limits, size_t size)
 {
     const rebatch *rb = limits;
     const size_t count = samples_of(rb, size);
-    return count ? rbi_size_of(rb, 0, count) : 0;
+    return count && rbi_session_is_by_cost(rb) ? rbi_size_of(rb, 0, count) : count;
 }
 
 size_t rbi_probe_round_up(void *limits, size_t size)

@@ -137,7 +137,7 @@ static void do_else(struct worker *w)
         break;
     case 4:
         bytes = 0;
-        HOLDS(w->shared, rebatch_pool_write_snapshot(pool, (rebatch_snapshot_format)(k % 3),
+        HOLDS(w->shared, rebatch_pool_write_snapshot(pool, (rebatch_snapshot_format)(k % 2),
                                                      count_bytes, &bytes) == REBATCH_OK);
         HOLDS(w->shared, bytes > 0);
         HOLDS(w->shared, rebatch_scope_get_leaks(&leaks, pool, 0) == REBATCH_OK);
