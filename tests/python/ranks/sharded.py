@@ -162,6 +162,21 @@ def as_one_process(is_low, replicas=0, by_columns=False):
     ]
 
 
+def two_modules_of_one_group():
+    """Whether one step equals that of the whole batch by one process."""
+    reference, model = plain(), plain()
+    mesh = init_device_mesh(models.DEVICE.type, (dist.get_world_size(),))
+    fully_shard(list(model)[1:], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step_of(model, adam(model), loss_fn)(own_batch())
+    batches = [batch_of(rank) for rank in range(dist.get_world_size())]
+    theirs = adam(reference)
+    loss_fn(reference, [torch.cat(parts) for parts in zip(*batches)]).backward()
+    theirs.step()
+    pairs = zip(whole(model), reference.parameters())
+    return all(torch.allclose(a, b, atol=1e-4) for a, b in pairs)
+
+
 def _as_one_process(is_low, gradients, clip, sizes, replicas, by_columns):
     """Whether training equals that of the whole batch by one process, and what fully_shard() does
     by itself before and after."""

@@ -30,6 +30,10 @@ def test_a_step_is_that_of_one_process(is_low):
         assert all(its["near"] and its["is_sharded"] for its in found), found
 
 
+def test_two_modules_may_be_one_group():
+    assert run("two_modules_of_one_group") == [True, True]
+
+
 def test_parts_may_be_columns():
     for found in run("as_one_process", False, 0, True):
         assert all(its["near"] and its["is_sharded"] for its in found), found

@@ -33,7 +33,8 @@ class FullyShard:
         _check_has(self._state._state_ctx, FSDP_CONTEXT)
         self._state._lazy_init()
         self._context, self._comm = self._state._state_ctx, self._state._comm_ctx
-        self._states = list(self._context.all_states)
+        # One of a list of modules, fully_shard([norm, head]), is there once for each before 2.15.
+        self._states = list(dict.fromkeys(self._context.all_states))
         self.groups = [group for state in self._states for group in _groups_of(state)]
         self._saved: List[Tuple[Any, Dict[str, Any]]] = []
         for group in self.groups:
