@@ -40,7 +40,7 @@ class Point(NamedTuple):
 
 _SHRINKS = ("retry", "shrink", "lighten", "exhausted", "torn")
 _ENDS = ("step", "exhausted", "torn")
-_NUMBERS = (
+NUMBERS = (
     "step",
     "batch",
     "count",
@@ -59,7 +59,7 @@ def _events(lines: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
             continue
         try:
             event = json.loads(line)
-            wrong = not all(isinstance(event[key], int) for key in _NUMBERS)
+            wrong = not all(isinstance(event[key], int) for key in NUMBERS)
             wrong = wrong or not {"event", "phase"} <= event.keys()
         except (ValueError, KeyError, TypeError):
             wrong = True

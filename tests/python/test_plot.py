@@ -19,22 +19,11 @@ sys.modules["plot"] = plot
 spec.loader.exec_module(plot)
 Point, figure_of, read = plot.Point, plot.figure_of, plot.read
 
-NUMBERS = (
-    "step",
-    "batch",
-    "count",
-    "cost",
-    "micro_before",
-    "micro_after",
-    "cost_before",
-    "cost_after",
-    "peak_bytes",
-)
 MIB = 1 << 20
 
 
 def event(kind, step, before, after=None, *, phase=None, **numbers):
-    members = dict.fromkeys(NUMBERS, 0)
+    members = dict.fromkeys(plot.NUMBERS, 0)
     members.update(event=kind, phase=phase, step=step, batch=32, micro_before=before)
     return {**members, "micro_after": before if after is None else after, **numbers}
 
