@@ -137,6 +137,15 @@ def test_a_rank_that_is_killed_is_named_where_its_gradients_are_read():
     assert all(kind == "PeerFailed" and rank == 1 for kind, _, rank in errors), errors
 
 
+@pytest.mark.skipif("pair.lacks(4)", reason="needs four GPUs")
+@pytest.mark.parametrize("where, timeout", [("between", 100.0), ("backward", 5.0)])
+def test_three_ranks_name_the_fourth_and_what_waits_in_a_vote_sees_its_end_at_once(where, timeout):
+    zero, _, *others = run("killed", where, False, False, timeout, size=4, killed=(1,))
+    for errors, seconds in (zero, *others):
+        assert len(errors) >= 2 and seconds < 60
+        assert all(kind == "PeerFailed" and rank == 1 for kind, _, rank in errors), errors
+
+
 @pytest.mark.parametrize("backend", ("gloo", ""))
 def test_a_rank_that_stands_still_is_named(backend):
     (errors, seconds), answer = run("killed", "forward", True, killed=(1,), backend=backend)

@@ -465,9 +465,9 @@ def compared():
     return {"said": said, "same": same_bits(*states) and is_same_everywhere(model)}
 
 
-def killed(where, is_timeout, has_unused=False):
-    """Rank 1 is killed, or stands still, in a step: what rank 0 gets, and how long it takes. Where
-    a parameter has no gradient, the ranks read what the others have."""
+def killed(where, is_timeout, has_unused=False, timeout=5.0):
+    """Rank 1 is killed, or stands still, in a step: what the others get, and how long it takes.
+    Where a parameter has no gradient, the ranks read what the others have."""
     model, batch, its_loss = make("mlp", samples=32)
     if has_unused:
         model.register_parameter("unused", nn.Parameter(placed(torch.zeros(3))))
@@ -494,7 +494,7 @@ def killed(where, is_timeout, has_unused=False):
 
     state = {"ends": None}
     optimizer = Ending(model.parameters(), lr=0.1)
-    step = step_of(model, optimizer, loss_fn, micro_start=8, group_timeout=5.0)
+    step = step_of(model, optimizer, loss_fn, micro_start=8, group_timeout=timeout)
     step(batch)
     if dist.get_rank() == RANK_OF_FAILURES:
         state["ends"] = where

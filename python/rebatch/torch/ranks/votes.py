@@ -17,7 +17,8 @@ from rebatch import _library as c
 from rebatch.torch.private import get_default_store
 from rebatch.torch.session.weak_methods import weakly
 
-# A rank that has seen a vote fail waits so long for the others to say that they have.
+# A rank that has seen a vote fail waits for the others to say that they have, which see it within
+# the timeout; for the last one it waits so long.
 _TELL_SECONDS = 2.0
 _SIGN = 1 << 63
 _NO_VALUE = {0: 0, 1: -1, 2: 0}  # by reduction: what changes no word, as a signed number
@@ -69,8 +70,8 @@ class Votes:
         return self._group()
 
     def check(self) -> None:
-        """Raises RuntimeError where the group is destroyed."""
-        if self.group is None:
+        """Raises RuntimeError where the program has destroyed the group."""
+        if self.group is None and not self.lost:
             raise RuntimeError(
                 "rebatch: torch.distributed has destroyed its process groups: expected "
                 "destroy_process_group() after the last call of a Step, and a new Step for new "
@@ -88,6 +89,8 @@ class Votes:
     # ---- what C calls ----
 
     def _all_reduce(self, words: Any, count: int, reduction: int, _timeout_ms: int, _: Any) -> int:
+        if self.lost:
+            return c.Status.E_PEER
         try:
             self.check()
             tensor, numbers, floats, options = self._buffer(count, reduction)
@@ -121,7 +124,9 @@ class Votes:
         """The connection to another rank is lost, in a vote or in a collective of the program."""
         self.lost = self.lost or (str(error).strip() or type(error).__name__).splitlines()[0]
         if self.group is not None and not self._has_asked:
-            self._has_asked, self.missing = True, self._who_is_missing()
+            self._has_asked = True
+            dist.destroy_process_group(self.group)  # ranks that wait in a vote see it at once
+            self.missing = self._who_is_missing()
 
     def _get_missing(self, _: Any) -> int:
         return self.size if self.missing is None else self.missing
@@ -131,8 +136,10 @@ class Votes:
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
             self._store.set(f"lost/{self.rank}", "1")
-            until = time.monotonic() + _TELL_SECONDS
+            until, is_last = time.monotonic() + self.timeout_seconds + _TELL_SECONDS, False
             while others and time.monotonic() < until:
+                if len(others) == 1 and not is_last:
+                    until, is_last = time.monotonic() + _TELL_SECONDS, True
                 others = [rank for rank in others if not self._store.check([f"lost/{rank}"])]
                 time.sleep(0.01)
         except RuntimeError:  # the rank that has the store is gone
