@@ -105,6 +105,13 @@ def cudagraph_trees() -> Any:
     return sys.modules.get("torch._inductor.cudagraph_trees")
 
 
+def fsdp_mesh_info() -> Any:
+    """The class of a mesh of fully_shard() without replicas."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    return FSDPMeshInfo
+
+
 # ---- attributes ----
 
 MODULE_TABLES = (

@@ -25,10 +25,11 @@ from sharded import (
 from trained import RANK_OF_FAILURES, error_of, failing, failures_of, step_of, swept
 
 
-def model_of(is_low=False):
+def model_of(is_low=False, replicas=0):
     """With dropout."""
     torch.manual_seed(0)
-    return sharded(nn.Sequential(Part(), nn.Dropout(0.2), Part(), nn.Linear(8, 3)), is_low)
+    parts = (Part(), nn.Dropout(0.2), Part(), nn.Linear(8, 3))
+    return sharded(nn.Sequential(*parts), is_low, replicas)
 
 
 def make_step(model, loss=loss_fn, **options):
@@ -39,9 +40,9 @@ def of_size(size, **options):
     return {"micro_start": size, "micro_largest": size, "micro_smallest": size, **options}
 
 
-def collectives():
+def collectives(replicas=0):
     """Of a step with four micro-batches, of PyTorch alone with as many, and the votes."""
-    model = sharded(plain())
+    model = sharded(plain(), replicas=replicas)
     step = make_step(model, **of_size(2), clip=1.0)
     step(own_batch())
     votes, calls = step._training.ranks._votes, []
@@ -58,17 +59,18 @@ def collectives():
     return {"step": mine, "plain": dict(counts), "votes": len(calls)}
 
 
-def as_one_process(is_low):
+def as_one_process(is_low, replicas=0):
     """Whether training equals that of the whole batch by one process."""
-    reference, model = plain(), sharded(plain(), is_low)
+    reference, model = plain(), sharded(plain(), is_low, replicas)
     theirs = adam(reference)
     step = make_step(model, clip=0.1, **of_size(2))
-    both = [torch.cat(parts) for parts in zip(batch_of(0), batch_of(1))]
+    batches = [batch_of(rank) for rank in range(dist.get_world_size())]
+    everything = [torch.cat(parts) for parts in zip(*batches)]
     near = True
     for _ in range(3):
         loss = float(step(own_batch()))
         theirs.zero_grad()
-        its = loss_fn(reference, both)
+        its = loss_fn(reference, everything)
         its.backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         near = near and abs(loss - float(its.detach())) < (2e-2 if is_low else 1e-5)
@@ -82,11 +84,11 @@ def as_one_process(is_low):
     return {"near": near, "ranks": step.report.ranks}
 
 
-def _train(fails_at, is_failing, is_low, failing_step=1, times=1):
+def _train(fails_at, is_failing, is_low, failing_step, replicas):
     """(state, error, the mode of the step that fails)."""
-    model = model_of(is_low)
+    model = model_of(is_low, replicas)
     step = make_step(model, **of_size(4), clip=0.5, lighten=[lambda on: None])
-    mode, error, batch = FailAt(fails_at if is_failing else 0, times), None, own_batch()
+    mode, error, batch = FailAt(fails_at if is_failing else 0), None, own_batch()
     torch.manual_seed(dist.get_rank())
     for number in range(3):
         with torch.no_grad():  # it leaves parameters whole, and an order of its own
@@ -100,10 +102,10 @@ def _train(fails_at, is_failing, is_low, failing_step=1, times=1):
     return whole(model), error, mode
 
 
-def ooms_everywhere(is_on_all, is_low, failing_step, first, stride):
+def ooms_everywhere(is_on_all, is_low, failing_step, first, stride, replicas=0):
     """An OOM at each operation of one of three steps."""
     return swept(
-        lambda fails_at, is_failing: _train(fails_at, is_failing, is_low, failing_step),
+        lambda fails_at, is_failing: _train(fails_at, is_failing, is_low, failing_step, replicas),
         is_on_all,
         first,
         stride,
@@ -190,14 +192,14 @@ def no_room():
     return {"same": same_bits(*states), "said": said}
 
 
-def fails_in_window():
+def fails_in_window(replicas=0):
     """In the second step rank 1 has memory for no sample beside the whole parameters: the bits of
     a training whose second step was the first in lockstep, warnings, and the calls of loss_fn on
     each rank. Then there is room again, and a later step runs in the window."""
     states, said = [], []
     ranks_module._RETURN_AFTER = 2
     for window in (None, True):
-        model, is_short, calls = sharded(plain()), [False], Unseen(0)
+        model, is_short, calls = sharded(plain(), replicas=replicas), [False], Unseen(0)
 
         def limited(model, samples):
             calls[0] += 1
@@ -231,11 +233,11 @@ def fails_in_window():
     }
 
 
-def _train_changing(fails_at, is_failing, failing_step):
+def _train_changing(fails_at, is_failing, failing_step, replicas):
     """(state, error, the mode of the step that fails). The second of four steps goes over from the
     window to lockstep, and the last one back."""
     ranks_module._RETURN_AFTER = 2
-    model, is_short = model_of(), [False]
+    model, is_short = model_of(replicas=replicas), [False]
 
     def limited(model, samples):
         if is_short[0] and not step._training.ranks.lockstep:
@@ -257,10 +259,10 @@ def _train_changing(fails_at, is_failing, failing_step):
     return whole(model), error, mode
 
 
-def ooms_at_changes(is_on_all, failing_step, stride):
+def ooms_at_changes(is_on_all, failing_step, stride, replicas=0):
     """An OOM at each operation of the step that leaves the window, or returns to it."""
     return swept(
-        lambda fails_at, is_failing: _train_changing(fails_at, is_failing, failing_step),
+        lambda fails_at, is_failing: _train_changing(fails_at, is_failing, failing_step, replicas),
         is_on_all,
         stride=stride,
     )
@@ -377,9 +379,9 @@ def rehearsed():
     }
 
 
-def killed(where):
-    """Rank 1 is killed in a step: what rank 0 gets."""
-    return sharded_killed(where, window=False)
+def killed(where, replicas=0):
+    """Rank 1 is killed in a step: what the others get."""
+    return sharded_killed(where, window=False, replicas=replicas)
 
 
 def refused():

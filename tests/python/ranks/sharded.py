@@ -2,6 +2,7 @@
 values."""
 
 import contextlib
+import functools
 import os
 import signal
 
@@ -48,13 +49,18 @@ def plain():
     return placed(nn.Sequential(Part(), Part(), nn.Linear(8, 3)))
 
 
+@functools.lru_cache(maxsize=None)
+def _mesh_of(*shape):
+    """The process groups of two dimensions are new, and no model needs its own."""
+    names = ("copies", "parts")[-len(shape) :]
+    return init_device_mesh(models.DEVICE.type, shape, mesh_dim_names=names)
+
+
 def sharded(model, is_low=False, replicas=0, by_columns=False):
     """With replicas, each of so many sets of ranks has all parts (HSDP)."""
     policy = MixedPrecisionPolicy(**_LOW) if is_low else MixedPrecisionPolicy()
     size = dist.get_world_size()
-    shape = (replicas, size // replicas) if replicas else (size,)
-    names = ("copies", "parts")[-len(shape) :]
-    mesh = init_device_mesh(models.DEVICE.type, shape, mesh_dim_names=names)
+    mesh = _mesh_of(replicas, size // replicas) if replicas else _mesh_of(size)
     options = {"mesh": mesh, "mp_policy": policy}
     if by_columns:
         options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.dim() == 2 else None
@@ -220,9 +226,9 @@ def _as_one_process(is_low, gradients, clip, sizes, replicas, by_columns):
     }
 
 
-def _train(fails_at, is_failing, is_low, gradients, times=1):
+def _train(fails_at, is_failing, is_low, replicas):
     """(state, error, the mode of the second step)."""
-    model = sharded(plain(), is_low)
+    model = sharded(plain(), is_low, replicas)
     step = step_of(
         model,
         adam(model),
@@ -230,11 +236,10 @@ def _train(fails_at, is_failing, is_low, gradients, times=1):
         micro_start=4,
         micro_largest=4,
         micro_smallest=4,
-        gradients=gradients,
         clip=0.5,
         lighten=[lambda on: None],
     )
-    mode, error, batch = FailAt(fails_at if is_failing else 0, times), None, own_batch()
+    mode, error, batch = FailAt(fails_at if is_failing else 0), None, own_batch()
     for number in range(3):
         try:
             with mode if number == 1 and fails_at else contextlib.nullcontext():
@@ -244,10 +249,10 @@ def _train(fails_at, is_failing, is_low, gradients, times=1):
     return whole(model), error, mode
 
 
-def ooms_everywhere(is_on_all, is_low, gradients, stride):
+def ooms_everywhere(is_on_all, is_low, stride, replicas=0):
     """An OOM at each operation of the second of three steps."""
     return swept(
-        lambda fails_at, is_failing: _train(fails_at, is_failing, is_low, gradients),
+        lambda fails_at, is_failing: _train(fails_at, is_failing, is_low, replicas),
         is_on_all,
         stride=stride,
     )
@@ -354,9 +359,9 @@ def failures():
     return found
 
 
-def killed(where, window=None):
-    """Rank 1 is killed in a step: what rank 0 gets."""
-    model, state = sharded(plain()), {"ends": False}
+def killed(where, window=None, replicas=0):
+    """Rank 1 is killed in a step: what the others get."""
+    model, state = sharded(plain(), replicas=replicas), {"ends": False}
 
     def end():
         if state["ends"]:

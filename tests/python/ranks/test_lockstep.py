@@ -8,6 +8,8 @@ fsdp = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(fsdp.FSDPModule, "set_custom_all_gather"):
     pytest.skip("lockstep needs PyTorch 2.11", allow_module_level=True)
 
+four_ranks = pytest.mark.skipif("pair.lacks(4)", reason="needs four GPUs")
+
 
 def run(function, *arguments, **options):
     return pair.run("in_lockstep", function, *arguments, **options)
@@ -20,6 +22,15 @@ def test_a_micro_batch_has_pytorchs_collectives_and_one_vote():
         assert found["votes"] == 4 + 4
 
 
+@four_ranks
+def test_with_replicas_that_has_an_all_reduce_of_each_group_too():
+    for found in run("collectives", 2, size=4):
+        plain = found["plain"]
+        assert found["step"] == {**plain, "all_reduce": plain["all_reduce"] + 1}
+        assert plain["reduce_scatter"] == plain["all_reduce"] == 12
+        assert found["votes"] == 4 + 4
+
+
 def test_a_step_that_nobody_has_is_gone_without_a_collection():
     assert pair.run("sharded", "let_go", False) == [[True] * 5] * 2
 
@@ -27,6 +38,12 @@ def test_a_step_that_nobody_has_is_gone_without_a_collection():
 @pytest.mark.parametrize("is_low", (False, True))
 def test_a_step_is_that_of_one_process(is_low):
     assert run("as_one_process", is_low) == [{"near": True, "ranks": [2, 2]}] * 2
+
+
+@four_ranks
+@pytest.mark.parametrize("is_low", (False, True))
+def test_a_step_with_replicas_is_that_of_one_process(is_low):
+    assert run("as_one_process", is_low, 2, size=4) == [{"near": True, "ranks": [2] * 4}] * 4
 
 
 @pytest.mark.parametrize("is_on_all, is_low", [(False, False), (True, True)])
@@ -39,6 +56,17 @@ def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_ste
         assert its["torn"] < its["count"] / 4
     assert found[1]["recovered"] > 0
     assert (found[0]["recovered"] > 0) == is_on_all
+
+
+@four_ranks
+@pytest.mark.parametrize("is_on_all, is_low, failing_step", [(False, False, 1), (True, True, 0)])
+def test_an_oom_at_every_operation_with_replicas_changes_no_bit(is_on_all, is_low, failing_step):
+    found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1, 23, 2, size=4)
+    for its in found:
+        assert its["wrong"] == its["errors"] == []
+        assert its["count"] > 50
+        assert its["torn"] < its["count"] / 4
+    assert [its["recovered"] > 0 for its in found] == [is_on_all, True, is_on_all, is_on_all]
 
 
 def test_an_oom_where_a_sample_joins_its_neighbour_for_batch_norm_changes_no_bit():
@@ -108,6 +136,23 @@ def test_an_oom_at_every_operation_of_a_change_changes_no_bit(is_on_all, failing
         assert its["count"] > 50
 
 
+@four_ranks
+def test_and_so_with_replicas():
+    for one in run("fails_in_window", 2, size=4):
+        assert one["same"] and one["was_in_lockstep"] and one["is_back"]
+        assert "rank 1 ran out of memory beside the whole parameters" in one["said"][0]
+
+
+@four_ranks
+@pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
+def test_an_oom_at_every_operation_of_a_change_with_replicas_changes_no_bit(
+    is_on_all, failing_step
+):
+    for its in run("ooms_at_changes", is_on_all, failing_step, 29, 2, size=4):
+        assert its["wrong"] == its["errors"] == []
+        assert its["count"] > 50
+
+
 def test_a_rank_that_fails_otherwise_ends_the_step_though_another_lacks_memory():
     (zero, zero_left), (one, one_left) = run("fails_otherwise_too")
     assert zero[0] == "ValueError" and one[0] == "Exhausted", (zero, one)
@@ -136,6 +181,14 @@ def test_a_rank_that_is_killed_is_named(where):
     errors, _ = run("killed", where, killed=(1,))
     for kind, text, rank in errors:
         assert kind == "PeerFailed" and rank == 1, text
+
+
+@four_ranks
+@pytest.mark.parametrize("where", ("forward", "backward"))
+def test_a_rank_of_replicas_that_is_killed_is_named(where):
+    for errors in run("killed", where, 2, size=4, killed=(1,))[::2]:
+        for kind, text, rank in errors:
+            assert kind == "PeerFailed" and rank == 1, text
 
 
 def test_what_cannot_be_trained_is_refused_by_name():

@@ -169,8 +169,11 @@ def _train(kind, fails_at, is_failing, times=1, **options):
 
 
 def swept(train, is_on_all, first=1, stride=1):
-    """An OOM at each operation of one step, from the first-th on. train(fails_at, is_failing) ->
-    (state, error, mode), where the mode has counted operations; 0: nothing fails."""
+    """An OOM at each stride-th operation of one step, from the first-th on, or at every one with
+    RANKS_STRIDE=1. train(fails_at, is_failing) -> (state, error, mode), where the mode has counted
+    operations; 0: nothing fails."""
+    if "RANKS_STRIDE" in os.environ:
+        first, stride = 1, int(os.environ["RANKS_STRIDE"])
     expected, _, _ = train(0, False)
     _, _, counter = train(1 << 30, True)
     count = min(everyones(counter.seen))

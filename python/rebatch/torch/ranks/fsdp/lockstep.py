@@ -8,14 +8,15 @@ issues none."""
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 from typing import Any, Callable, List, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from rebatch.torch.private import set_group_timeout
-from rebatch.torch.ranks.fsdp.window import Window
+from rebatch.torch.private import fsdp_mesh_info, set_group_timeout
+from rebatch.torch.ranks.fsdp.window import Window, process_groups
 from rebatch.torch.ranks.fsdp.window_reduction import lost_if_failed
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Lost
@@ -34,7 +35,7 @@ _TRIES = 3
 class _Call(NamedTuple):
     """A collective, as far as it must be the same on all ranks."""
 
-    comm: Any  # fully_shard()'s own
+    comm: Any  # fully_shard()'s own, or _sum_replicas
     group: Any
     dtype: torch.dtype
     sizes: tuple[int, ...]  # of output and input
@@ -59,14 +60,14 @@ class _Comm:
         return self._lockstep.issue(call, output_tensor, input_tensor)
 
 
+def _sum_replicas(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any) -> None:
+    """The all-reduce of HSDP, in place: both are one tensor."""
+    dist.all_reduce(output_tensor, group=group)
+
+
 def why_not(window: Window) -> str:
     """Why a model cannot be trained without a window; "": it can."""
     for group in window.groups:
-        if getattr(group.mesh_info, "replicate_process_group", None) is not None:
-            return (
-                "the mesh of fully_shard() has several dimensions (HSDP): expected a mesh of one "
-                "dimension"
-            )
         if not (hasattr(group, "_all_gather_comm") and hasattr(group, "_reduce_scatter_comm")):
             return (
                 f"PyTorch {torch.__version__} does not let a Step count the collectives of "
@@ -95,12 +96,13 @@ class Lockstep(Window):
         """Of a collective that a rank cannot come to."""
         timeout = datetime.timedelta(seconds=seconds)
         set_timeout = getattr(dist, "set_timeout", set_group_timeout)
-        for group in self._groups:
-            set_timeout(timeout, group.mesh_info.shard_process_group)
+        for group in process_groups(self._groups):
+            set_timeout(timeout, group)
 
     def begin_pass(self) -> None:
         """The next collective is the first of a micro-batch."""
         self._issued: List[_Call] = []
+        self._summed: List[torch.Tensor] = []  # over the replicas
 
     def trained(self) -> List[torch.nn.Parameter]:
         """This rank's parts: their gradients are reduced in each pass."""
@@ -117,10 +119,27 @@ class Lockstep(Window):
         self.begin_pass()
         self._forget_evaluation()
         for group in self._groups:
-            self._kept.append({name: getattr(group, name) for name in _OPEN})
-            vars(group).update(_OPEN)
-            group._all_gather_comm = _Comm(group._all_gather_comm, self)
-            group._reduce_scatter_comm = _Comm(group._reduce_scatter_comm, self)
+            settings = {**_OPEN, **self._counted(group)}
+            self._kept.append({name: getattr(group, name) for name in settings})
+            vars(group).update(settings)
+
+    def _counted(self, group: Any) -> dict[str, Any]:
+        """Settings of a group with which each of its collectives comes to issue()."""
+        settings: dict[str, Any] = {
+            name: _Comm(getattr(group, name), self)
+            for name in ("_all_gather_comm", "_reduce_scatter_comm")
+        }
+        replicas = getattr(group.mesh_info, "replicate_process_group", None)
+        if replicas is not None:  # its all-reduce has no such object, but a hook can make it
+            settings["mesh_info"] = _without_replicas(group.mesh_info)
+            settings["_all_reduce_hook"] = functools.partial(self._all_reduce, replicas)
+        return settings
+
+    def _all_reduce(self, replicas: Any, reduced: torch.Tensor) -> None:
+        # PyTorch before 2.15 lets go of a hook's tensor while the stream of the hook uses it.
+        self._summed.append(reduced)
+        sizes = (reduced.numel(), reduced.numel())
+        self.issue(_Call(_sum_replicas, replicas, reduced.dtype, sizes, ()), reduced, reduced)
 
     def _forget_evaluation(self) -> None:
         """A pass without gradients leaves parameters whole, and an order for the next backward
@@ -134,8 +153,6 @@ class Lockstep(Window):
         """The model has its settings again. Makes no collective."""
         for group, kept in zip(self._groups, self._kept):
             vars(group).update(kept)
-            group._all_gather_comm = group._all_gather_comm.plain
-            group._reduce_scatter_comm = group._reduce_scatter_comm.plain
         self._kept = []
 
     # ---- collectives ----
@@ -214,6 +231,10 @@ class Lockstep(Window):
     def reset(self) -> None:
         """After an exception in a pass on this rank: the next one begins as if there had been none,
         with sharded parameters and no gradients."""
+        if self._summed:  # PyTorch may not have come to wait for the last of them
+            current = self._groups[0].device_handle.current_stream()
+            current.wait_stream(self._sharded.replica_stream)
+            self._summed = []
         root: Any = self._root
         if hasattr(root, "reset_iter_state"):  # since 2.13
             root.reset_iter_state()
@@ -221,8 +242,17 @@ class Lockstep(Window):
             _reset(root._get_fsdp_state(), self._groups)
 
 
+def _without_replicas(mesh_info: Any) -> Any:
+    """The same mesh, of whose replicas fully_shard() knows nothing."""
+    alone = object.__new__(fsdp_mesh_info())
+    vars(alone).update(vars(mesh_info))
+    return alone
+
+
 def _fill(output: torch.Tensor, input: torch.Tensor) -> None:
     """Values of the right scale, in place of those of the other ranks."""
+    if output is input:
+        return
     if output.numel() < input.numel():
         output.zero_()
         return

@@ -53,7 +53,8 @@ class LockstepAccumulators(ShardedAccumulators):
         self._has_sum = [total is not None for total in self._sums]
         if not self._is_summed:
             self._numbers = torch.zeros(USED, dtype=torch.float64, device=loss.device)
-            self._note_parts(_parts(total for total in self._sums if total is not None), loss, 1)
+            parts = _parts(total for total in self._sums if total is not None)
+            self._note_parts(parts, loss, self._model.replicas)
             self._sum_numbers()
         self._take_numbers(loss)
         self._is_done = True

@@ -144,7 +144,7 @@ class Window:
         """NCCL connects ranks within their first collective of a kind, where a rank waits for one
         that does not come without any timeout. So each kind runs once here, where all ranks are."""
         device = self._groups[0].device
-        for group in dict.fromkeys([self.group, *_process_groups(self._groups)]):
+        for group in dict.fromkeys([self.group, *process_groups(self._groups)]):
             size = dist.get_world_size(group)
             one, all_of_them = torch.zeros(1, device=device), torch.zeros(size, device=device)
             dist.all_gather_into_tensor(all_of_them, one, group=group)
@@ -221,7 +221,7 @@ def _trained_of(group: Any) -> List[Any]:
     return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
 
 
-def _process_groups(groups: List[Any]) -> Iterator[Any]:
+def process_groups(groups: List[Any]) -> Iterator[Any]:
     """In which these groups of fully_shard() make collectives."""
     for group in groups:
         yield group._all_gather_process_group
