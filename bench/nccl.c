@@ -1,6 +1,6 @@
-/* What rebatch/nccl.h costs two GPUs of one machine: a vote beyond a bare all-reduce of the same
- * words whose result is read back; and what a communicator holds of a GPU, and gives back where
- * NCCL has ncclCommSuspend() (2.29.7). */
+/* What rebatch/nccl.h costs the GPUs of one machine, two of them or as many as the argument says: a
+ * vote beyond a bare all-reduce of the same words whose result is read back; and what a communicator
+ * holds of a GPU, and gives back where NCCL has ncclCommSuspend() (2.29.7). */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +12,7 @@
 #include "rebatch/nccl.h"
 #include "rebatch/rebatch.h"
 
-enum { RANKS = 2, CALLS = 2000, RUNS = 11, WORDS = 10, WAIT_MS = 60000 };
+enum { CALLS = 2000, RUNS = 11, WORDS = 10, WAIT_MS = 60000 };
 enum { BYTES = 256 << 20, SUSPEND_MEMORY = 1 };
 
 /* Of both processes. */
@@ -21,7 +21,7 @@ static struct {
     volatile int has_ids;
 } * shared;
 
-static int rank;
+static int rank, ranks = 2;
 static ncclComm_t comm;  /* does not block: that of votes */
 static ncclComm_t other; /* blocks */
 static rebatch_group group;
@@ -187,7 +187,7 @@ static double connect_ranks(void)
     for (int ms = 0; !shared->has_ids && ms < WAIT_MS; ms++)
         (void)poll(NULL, 0, 1);
     const double before_mib = free_mib();
-    nccl(ncclCommInitRankConfig(&comm, RANKS, shared->ids[0], rank, &config));
+    nccl(ncclCommInitRankConfig(&comm, ranks, shared->ids[0], rank, &config));
     check(rebatch_nccl_wait(comm, stream, WAIT_MS));
     return before_mib;
 }
@@ -196,32 +196,38 @@ static int run(void)
 {
     const double before_mib = connect_ranks(), made_mib = free_mib();
     measure_memory(before_mib, made_mib);
-    nccl(ncclCommInitRank(&other, RANKS, shared->ids[1], rank));
+    nccl(ncclCommInitRank(&other, ranks, shared->ids[1], rank));
     check(rebatch_group_nccl(&group, &votes, comm));
     const double blocking_us = measure(vote_barely);
     const double bare_us = measure(vote_barely_without_blocking), vote_us = measure(vote);
     if (rank == 0)
         printf("vote: ranks=%d bare_us=%.2f vote_us=%.2f bare_in_a_blocking_communicator_us=%.2f\n",
-               RANKS, bare_us, vote_us, blocking_us);
+               ranks, bare_us, vote_us, blocking_us);
     (void)fflush(stdout);
     rebatch_nccl_close(&votes);
     return 0;
 }
 
-int main(void)
+int main(int count, char **arguments)
 {
     int failed = 0;
+    if (count > 1)
+        ranks = (int)strtol(arguments[1], NULL, 10);
+    if (ranks < 1) {
+        fprintf(stderr, "bench-nccl: %s ranks: expected a number of GPUs\n", arguments[1]);
+        return 2;
+    }
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED)
         return 1;
-    for (rank = 0; rank < RANKS; rank++) {
+    for (rank = 0; rank < ranks; rank++) {
         const pid_t child = fork(); /* before CUDA is used */
         if (child < 0)
             return 1;
         if (child == 0)
             _exit(run());
     }
-    for (int i = 0; i < RANKS; i++) {
+    for (int i = 0; i < ranks; i++) {
         int status = 0;
         failed |= wait(&status) < 0 || status != 0;
     }

@@ -49,11 +49,15 @@ def run(module, function, *arguments, size=2, killed=(), backend=None):
         return [json.loads(a.read_text()) if a.exists() else None for a in answers]
 
 
+def has_nccl():
+    return "nccl" in os.environ.get("RANKS_BACKEND", "")
+
+
 def lacks(size):
     """Whether so many ranks need more GPUs than there are."""
     import torch
 
-    return "nccl" in os.environ.get("RANKS_BACKEND", "") and torch.cuda.device_count() < size
+    return has_nccl() and torch.cuda.device_count() < size
 
 
 def _ask(**request):

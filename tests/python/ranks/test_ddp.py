@@ -142,6 +142,7 @@ def test_a_rank_that_is_killed_is_named_where_its_gradients_are_read():
 def test_three_ranks_name_the_fourth_and_what_waits_in_a_vote_sees_its_end_at_once(where, timeout):
     zero, _, *others = run("killed", where, False, False, timeout, size=4, killed=(1,))
     for errors, seconds in (zero, *others):
+        print(f"killed {where}: told after {seconds:.1f} s")
         assert len(errors) >= 2 and seconds < 60
         assert all(kind == "PeerFailed" and rank == 1 for kind, _, rank in errors), errors
 

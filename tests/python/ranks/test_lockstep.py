@@ -184,9 +184,9 @@ def test_a_rank_that_is_killed_is_named(where):
 
 
 @four_ranks
-@pytest.mark.parametrize("where", ("forward", "backward"))
-def test_a_rank_of_replicas_that_is_killed_is_named(where):
-    for errors in run("killed", where, 2, size=4, killed=(1,))[::2]:
+def test_a_rank_of_replicas_that_is_killed_is_named():
+    zero, _, *others = run("killed", "backward", 2, size=4, killed=(1,))
+    for errors in (zero, *others):
         for kind, text, rank in errors:
             assert kind == "PeerFailed" and rank == 1, text
 

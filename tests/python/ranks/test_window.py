@@ -101,6 +101,15 @@ def test_a_rank_that_is_killed_is_named(where):
         assert kind == "PeerFailed" and rank == 1, text
 
 
+@pytest.mark.skipif("pair.lacks(4) or not pair.has_nccl()", reason="needs four GPUs")
+def test_a_rank_of_replicas_that_is_killed_is_named():
+    """With gloo the others wait in the reduction, until the timeout of its process group."""
+    zero, _, *others = run("killed", "backward", None, 2, size=4, killed=(1,))
+    for errors in (zero, *others):
+        for kind, text, rank in errors:
+            assert kind == "PeerFailed" and rank == 1, text
+
+
 def test_what_cannot_be_trained_is_refused_by_name():
     for found in run("refused"):
         assert "fully_shard() was called for parts of the model" in found["parts"]

@@ -169,11 +169,11 @@ def _train(kind, fails_at, is_failing, times=1, **options):
 
 
 def swept(train, is_on_all, first=1, stride=1):
-    """An OOM at each stride-th operation of one step, from the first-th on, or at every one with
-    RANKS_STRIDE=1. train(fails_at, is_failing) -> (state, error, mode), where the mode has counted
-    operations; 0: nothing fails."""
+    """An OOM at each stride-th operation of one step, from the first-th on; RANKS_STRIDE and
+    RANKS_FIRST (default 1) in the environment take their place. train(fails_at, is_failing) ->
+    (state, error, mode), where the mode has counted operations; 0: nothing fails."""
     if "RANKS_STRIDE" in os.environ:
-        first, stride = 1, int(os.environ["RANKS_STRIDE"])
+        first, stride = (int(os.environ.get(f"RANKS_{what}", 1)) for what in ("FIRST", "STRIDE"))
     expected, _, _ = train(0, False)
     _, _, counter = train(1 << 30, True)
     count = min(everyones(counter.seen))

@@ -32,7 +32,7 @@ from rebatch.torch.ranks.ddp_wrapper import (
 from rebatch.torch.ranks.fsdp.lockstep import Lockstep, why_not
 from rebatch.torch.ranks.fsdp.lockstep_gradients import LockstepAccumulators
 from rebatch.torch.ranks.fsdp.sharded_gradients import ShardedAccumulators
-from rebatch.torch.ranks.fsdp.window import Window, window_of
+from rebatch.torch.ranks.fsdp.window import Window, process_groups, window_of
 from rebatch.torch.ranks.fsdp.window_gradients import WindowAccumulators
 from rebatch.torch.ranks.votes import Votes
 from rebatch.torch.session.gpu_wait import Work
@@ -241,10 +241,13 @@ class Ranks:
     def _abort(self) -> None:
         """End NCCL's collectives: their kernels would wait for the other rank for ever. Those of
         an update that is enqueued may be among them."""
-        backend = backend_of(self._group(), self._device)
-        if backend.name() == "nccl":
+        groups = [self._group(), *(process_groups(self.window.groups) if self.window else ())]
+        backends = [backend_of(group, self._device) for group in dict.fromkeys(groups)]
+        backends = [backend for backend in backends if backend.name() == "nccl"]
+        if backends:
             has_sums = self._sums is None or self._sums.is_done_within(self._timeout_seconds)
             self._is_torn = not has_sums
+        for backend in backends:
             getattr(backend, "abort" if hasattr(backend, "abort") else "_abort")()
 
     # ---- for a Step ----
