@@ -61,7 +61,7 @@ def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_ste
 @four_ranks
 @pytest.mark.parametrize("is_on_all, is_low, failing_step", [(False, False, 1), (True, True, 0)])
 def test_an_oom_at_every_operation_with_replicas_changes_no_bit(is_on_all, is_low, failing_step):
-    found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1, 23, 2, size=4)
+    found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1, 41, 2, size=4)
     for its in found:
         assert its["wrong"] == its["errors"] == []
         assert its["count"] > 50
@@ -148,7 +148,7 @@ def test_and_so_with_replicas():
 def test_an_oom_at_every_operation_of_a_change_with_replicas_changes_no_bit(
     is_on_all, failing_step
 ):
-    for its in run("ooms_at_changes", is_on_all, failing_step, 29, 2, size=4):
+    for its in run("ooms_at_changes", is_on_all, failing_step, 61, 2, size=4):
         assert its["wrong"] == its["errors"] == []
         assert its["count"] > 50
 
