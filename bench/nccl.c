@@ -1,5 +1,5 @@
-/* What rebatch/nccl.h costs the GPUs of one machine, two of them or as many as the argument says: a
- * vote beyond a bare all-reduce of the same words whose result is read back; and what a communicator
+/* What rebatch/nccl.h costs the GPUs of one machine (two, or as many as the argument says): a vote
+ * beyond a bare all-reduce of the same words whose result is read back; and what a communicator
  * holds of a GPU, and gives back where NCCL has ncclCommSuspend() (2.29.7). */
 #include <dlfcn.h>
 #include <stdio.h>
