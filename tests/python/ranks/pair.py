@@ -21,7 +21,8 @@ import time
 import traceback
 
 FOLDER = pathlib.Path(__file__).parent
-_SECONDS = 300  # a pair takes a few; more where other programs run
+# A pair takes a few; more where other programs run, or with RANKS_STRIDE=1.
+_SECONDS = int(os.environ.get("RANKS_SECONDS", "300"))
 _IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "rebatch.torch.ranks.ranks", "trained")
 
 
