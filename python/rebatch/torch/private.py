@@ -185,6 +185,7 @@ IN_SOME: Dict[str, str] = {
     "_all_gather_comm": "of FSDPParamGroup, since 2.11: lockstep needs it",
     "_reduce_scatter_comm": "of FSDPParamGroup, since 2.11: lockstep needs it",
     "_all_reduce_hook": "of FSDPParamGroup: a program may have set one",
+    "_all_reduce_hook_stream": "of FSDPParamGroup: lockstep with replicas needs it",
     "_device_handle": "of FSDPState, before 2.13, which has reset_iter_state()",
     "_partial_reduce_output": "of FSDPParamGroup, before 2.13",
     "_reshard_after_forward_event": "of FSDPParamGroup, before 2.13",

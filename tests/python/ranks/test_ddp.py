@@ -1,8 +1,11 @@
 """A Step on several ranks: DistributedDataParallel, and plain modules with group=True."""
 
+import threading
+
 import pytest
 
 import pair
+from rebatch.torch.ranks.ranks import abort_all
 
 
 def run(function, *arguments, **options):
@@ -196,3 +199,18 @@ def test_ranks_that_disagree_are_refused_with_both_values():
                 text
             )
         assert found["unchanged"] and found["same"]
+
+
+def test_groups_of_nccl_are_aborted_at_once():
+    both = threading.Barrier(2)  # an abort waits for kernels of the other group
+
+    class Backend:
+        is_over = False
+
+        def abort(self):
+            both.wait(timeout=60)
+            self.is_over = True
+
+    backends = [Backend(), Backend()]
+    abort_all(backends)
+    assert all(backend.is_over for backend in backends)

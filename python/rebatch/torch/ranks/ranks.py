@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import gc
+import threading
 import weakref
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -247,8 +248,7 @@ class Ranks:
         if backends:
             has_sums = self._sums is None or self._sums.is_done_within(self._timeout_seconds)
             self._is_torn = not has_sums
-        for backend in backends:
-            getattr(backend, "abort" if hasattr(backend, "abort") else "_abort")()
+        abort_all(backends)
 
     # ---- for a Step ----
 
@@ -465,3 +465,13 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def abort_all(backends: Sequence[Any]) -> None:
+    """At once: an abort waits for the GPU, where kernels of the other groups wait as well."""
+    aborts = [getattr(b, "abort" if hasattr(b, "abort") else "_abort") for b in backends]
+    threads = [threading.Thread(target=abort) for abort in aborts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

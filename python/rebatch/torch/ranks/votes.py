@@ -52,7 +52,7 @@ class Votes:
         self.lost = ""  # what was wrong with the connection
         self.on_abort: Callable[[], Any] = lambda: None
         self.missing: Optional[int] = None  # who did not come, where it is known
-        self._has_asked = False
+        self._has_asked = self._has_aborted = False
         self._buffers: Dict[
             tuple[Any, ...], tuple[Any, ...]
         ] = {}  # by the number of words and the reduction
@@ -126,6 +126,7 @@ class Votes:
         if self.group is not None and not self._has_asked:
             self._has_asked = True
             dist.destroy_process_group(self.group)  # ranks that wait in a vote see it at once
+            self._abort(None)  # before NCCL's own timeout, which ends the process
             self.missing = self._who_is_missing()
 
     def _get_missing(self, _: Any) -> int:
@@ -147,8 +148,10 @@ class Votes:
         return others[0] if len(others) == 1 else None
 
     def _abort(self, _: Any) -> None:
-        with contextlib.suppress(Exception):
-            self.on_abort()
+        if not self._has_aborted:
+            self._has_aborted = True
+            with contextlib.suppress(Exception):
+                self.on_abort()
 
 
 def _flip(numbers: Any, reduction: int) -> None:

@@ -102,7 +102,6 @@ class Lockstep(Window):
     def begin_pass(self) -> None:
         """The next collective is the first of a micro-batch."""
         self._issued: List[_Call] = []
-        self._summed: List[torch.Tensor] = []  # over the replicas
 
     def trained(self) -> List[torch.nn.Parameter]:
         """This rank's parts: their gradients are reduced in each pass."""
@@ -133,11 +132,11 @@ class Lockstep(Window):
         if replicas is not None:  # its all-reduce has no such object, but a hook can make it
             settings["mesh_info"] = _without_replicas(group.mesh_info)
             settings["_all_reduce_hook"] = functools.partial(self._all_reduce, replicas)
+            # On one stream no memory of a reduce-scatter is free before its all-reduce is over.
+            settings["_all_reduce_hook_stream"] = self._sharded.stream
         return settings
 
     def _all_reduce(self, replicas: Any, reduced: torch.Tensor) -> None:
-        # PyTorch before 2.15 lets go of a hook's tensor while the stream of the hook uses it.
-        self._summed.append(reduced)
         sizes = (reduced.numel(), reduced.numel())
         self.issue(_Call(_sum_replicas, replicas, reduced.dtype, sizes, ()), reduced, reduced)
 
@@ -231,10 +230,6 @@ class Lockstep(Window):
     def reset(self) -> None:
         """After an exception in a pass on this rank: the next one begins as if there had been none,
         with sharded parameters and no gradients."""
-        if self._summed:  # PyTorch may not have come to wait for the last of them
-            current = self._groups[0].device_handle.current_stream()
-            current.wait_stream(self._sharded.replica_stream)
-            self._summed = []
         root: Any = self._root
         if hasattr(root, "reset_iter_state"):  # since 2.13
             root.reset_iter_state()

@@ -47,11 +47,6 @@ class FullyShard:
         """The one on which fully_shard() reduces gradients."""
         return self._comm.reduce_scatter_stream
 
-    @property
-    def replica_stream(self) -> Any:
-        """And the one on which it sums them over replicas (HSDP)."""
-        return self._comm.all_reduce_stream
-
     # ---- forward and backward passes with whole parameters ----
 
     def keep_whole(self) -> None:
