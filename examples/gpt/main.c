@@ -78,7 +78,7 @@ static void print_help(void)
            "--shards 8\n");
     printf("\nWhere the settings have a probe.file, it probes as with --probe.\n"
            "GPT_THREADS in the environment is the number of threads that compute, and the\n"
-           "variables of `rebatch config reference` override the settings.\n"
+           "variables of docs/config.md, such as REBATCH_BATCH_START, override the settings.\n"
            "exit status: 0 all is well, 1 it failed, 2 wrong usage\n");
 }
 

@@ -32,17 +32,6 @@ extern "C" {
  *          in the Python package is; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_config_load(rebatch_config **out, const char *path);
 
-/** Look for mistakes in a file and in the environment, as rebatch_config_load() reads them, and go
- *  on behind each: a file has one sentence for each setting that is wrong. Whether settings fit
- *  together is looked at where each alone is right.
- *  @param path        as of rebatch_config_load()
- *  @param on_mistake  called for each mistake, with a sentence that has file, line and what was
- *                     expected; the sentence is valid during the call
- *  @param user        passed to on_mistake
- *  @return REBATCH_OK; REBATCH_E_PARSE when there was a mistake; else as rebatch_config_load() */
-REBATCH_API rebatch_status rebatch_config_check(
-    const char *path, void (*on_mistake)(const char *sentence, void *user), void *user);
-
 /** Release settings.
  *  @param config  NULL is allowed */
 REBATCH_API void rebatch_config_free(rebatch_config *config);
@@ -73,15 +62,6 @@ REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,
 REBATCH_API rebatch_status rebatch_config_probe_options(rebatch_probe_options *options,
                                                         const rebatch_config *config);
 
-/** One value as it would be written in a file, for example "64" or "\"22GiB\"". Thread-safe.
- *  @param config       the settings
- *  @param key          full name, for example "memory.limit"
- *  @param[out] origin  where the value comes from: "default", "FILE:LINE", or the name of the
- *                      variable; may be NULL
- *  @return a string owned by `config`; NULL when there is no such key */
-REBATCH_API const char *rebatch_config_get(const rebatch_config *config, const char *key,
-                                           const char **origin);
-
 /** Read a size as written in a file: "22GiB", "1.5 MB", "1048576" for bytes, or a share such as
  *  "90%". Fractions of a byte are dropped. Thread-safe.
  *  @param[out] bytes     0 for a share, and on failure
@@ -93,12 +73,6 @@ REBATCH_API const char *rebatch_config_get(const rebatch_config *config, const c
 REBATCH_API rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *permille,
                                                      const char *text);
 
-/** Check the environment variables that apply to one run of a program and that rebatch_open()
- *  reads: REBATCH_PROBE_ONLY, REBATCH_MEMORY_LIMIT, REBATCH_RUN_OOM and others (docs/run.md); and
- *  whether there is one whose name is nearly a setting's, REBATCH_MEM_LIMIT for example.
- *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable */
-REBATCH_API rebatch_status rebatch_config_check_run(void);
-
 /** The limit that the environment variable REBATCH_MEMORY_LIMIT sets, for a program that makes a
  *  pool without a session. Sessions have it by themselves (rebatch_open()).
  *  @param[out] bytes     0 for a share, for no limit, and on failure
@@ -107,23 +81,6 @@ REBATCH_API rebatch_status rebatch_config_check_run(void);
  *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable and its value;
  *          REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_config_run_limit(size_t *bytes, uint32_t *permille);
-
-/** The full name of the n-th key, in the order of docs/config.md. Thread-safe.
- *  @param n  from 0
- *  @return a static string; NULL after the last key */
-REBATCH_API const char *rebatch_config_key(size_t n);
-
-/** Write an example file with every key at its default, and comments. Thread-safe.
- *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
- *  @param size       size of `text` in bytes
- *  @return length of the whole text without the terminating zero, as snprintf() returns */
-REBATCH_API size_t rebatch_config_format_example(char *text, size_t size);
-
-/** Write the table of keys of docs/config.md in Markdown. Thread-safe.
- *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
- *  @param size       size of `text` in bytes
- *  @return length of the whole text without the terminating zero, as snprintf() returns */
-REBATCH_API size_t rebatch_config_format_reference(char *text, size_t size);
 
 #ifdef __cplusplus
 }

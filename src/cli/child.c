@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "rebatch/rebatch.h"
+#include "config/settings.h"
 
 extern char **environ;
 
@@ -278,7 +278,7 @@ static const char *option_at(const char *text, size_t length)
 
 bool rbi_child_check(void)
 {
-    if (rebatch_config_check_run() == REBATCH_OK)
+    if (rbi_run_settings_check() == REBATCH_OK)
         return true;
     fputs("rebatch: ", stderr);
     for (const char *at = rebatch_last_error(); *at;) {

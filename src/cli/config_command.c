@@ -1,6 +1,6 @@
 /* Owns `rebatch config`: looking for mistakes in settings, and showing them.
- * Must not know how settings are read: public headers only. */
-#include "rebatch/config.h"
+ * Must not know how settings are read. */
+#include "config/settings.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 #include "cli/command.h"
 
 static const char config_help[] =
-    "usage: rebatch config check FILE | show [FILE] | example | reference\n"
+    "usage: rebatch config check FILE | show [FILE] | example\n"
     "\n"
     "A setting has the value of its REBATCH_GROUP_KEY variable if it is set, else that of the\n"
     "file, else its default. `check` and `show` include the variables; `show` without FILE shows\n"
@@ -38,35 +38,25 @@ static int config_check(int count, char **paths)
     if (count != 1)
         return rbi_command_refuse("config check FILE");
     rebatch_config *config;
-    if (rebatch_config_check(paths[0], print_mistake, NULL) == REBATCH_E_PARSE)
+    if (rbi_config_check(paths[0], print_mistake, NULL) == REBATCH_E_PARSE)
         return RBI_EXIT_FAILED;
     const int code = load(&config, paths[0]);
     if (code)
         return code;
-    unsigned all = 0;
     unsigned in_file = 0;
     unsigned in_variables = 0;
-    const char *key;
-    for (; (key = rebatch_config_key(all)) != NULL; all++) {
-        const char *origin;
-        (void)rebatch_config_get(config, key, &origin);
-        if (strchr(origin, ':'))
-            in_file++; /* "FILE:LINE": neither "default" nor a variable's name has a colon */
-        else if (strcmp(origin, "default") != 0)
-            in_variables++;
+    for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
+        const char *origin = config->entries[i].origin;
+        const bool is_line = origin && strchr(origin, ':'); /* no variable's name has a colon */
+        in_file += is_line;
+        in_variables += origin && !is_line;
     }
-    printf("%s: ok, %u of %u settings from the file", paths[0], in_file, all);
+    printf("%s: ok, %u of %d settings from the file", paths[0], in_file, RBI_SETTING_COUNT);
     if (in_variables > 0)
         printf(", %u from the environment", in_variables);
     fputs("\n", stdout);
     rebatch_config_free(config);
     return RBI_EXIT_OK;
-}
-
-/* The name after the dot of "group.name". */
-static const char *name_of(const char *key)
-{
-    return strchr(key, '.') + 1;
 }
 
 /* The widest name and value, so that they stand in columns. */
@@ -77,10 +67,9 @@ struct widths {
 static struct widths measure(const rebatch_config *config)
 {
     struct widths widths = {0, 0};
-    const char *key;
-    for (size_t i = 0; (key = rebatch_config_key(i)) != NULL; i++) {
-        const int name = (int)strlen(name_of(key));
-        const int value = (int)strlen(rebatch_config_get(config, key, NULL));
+    for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
+        const int name = (int)strlen(rbi_setting_name(&rbi_settings[i]));
+        const int value = (int)strlen(config->entries[i].text);
         widths.name = name > widths.name ? name : widths.name;
         widths.value = value > widths.value ? value : widths.value;
     }
@@ -98,15 +87,15 @@ static int config_show(int count, char **paths)
         return code;
     const struct widths widths = measure(config);
     const char *before = ""; /* the key before, so that groups are seen to end */
-    const char *key;
-    for (size_t i = 0; (key = rebatch_config_key(i)) != NULL; i++) {
-        const int group = (int)(name_of(key) - key);
+    for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
+        const char *key = rbi_settings[i].key, *name = rbi_setting_name(&rbi_settings[i]);
+        const int group = (int)(name - key);
         if (strncmp(before, key, (size_t)group) != 0)
             printf("%s%.*s = {\n", i > 0 ? "};\n\n" : "", group - 1, key);
-        const char *origin;
-        const char *value = rebatch_config_get(config, key, &origin);
-        printf("    %-*s = %s;%*s  # %s\n", widths.name, name_of(key), value,
-               widths.value - (int)strlen(value), "", origin);
+        const struct rbi_entry *entry = &config->entries[i];
+        printf("    %-*s = %s;%*s  # %s\n", widths.name, name, entry->text,
+               widths.value - (int)strlen(entry->text), "",
+               entry->origin ? entry->origin : "default");
         before = key;
     }
     fputs("};\n", stdout);
@@ -114,29 +103,17 @@ static int config_show(int count, char **paths)
     return RBI_EXIT_OK;
 }
 
-static int print_formatted(size_t (*format)(char *text, size_t size))
-{
-    static char text[65536];
-    if (format(text, sizeof text) >= sizeof text) {
-        fputs("rebatch: the text is longer than this command can hold\n", stderr);
-        return RBI_EXIT_FAILED;
-    }
-    fputs(text, stdout);
-    return RBI_EXIT_OK;
-}
-
 static int config_example(int count, char **arguments)
 {
     (void)arguments;
-    return count == 0 ? print_formatted(rebatch_config_format_example)
-                      : rbi_command_refuse("config example");
-}
-
-static int config_reference(int count, char **arguments)
-{
-    (void)arguments;
-    return count == 0 ? print_formatted(rebatch_config_format_reference)
-                      : rbi_command_refuse("config reference");
+    if (count != 0)
+        return rbi_command_refuse("config example");
+    static char text[65536];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_config_add_example(&t);
+    rbi_assert(t.length < sizeof text);
+    fputs(text, stdout);
+    return RBI_EXIT_OK;
 }
 
 int rbi_config_help(int count, char **arguments)
@@ -179,10 +156,9 @@ int rbi_config_main(int count, char **arguments)
         {"check", config_check},
         {"show", config_show},
         {"example", config_example},
-        {"reference", config_reference},
     };
     if (count == 0)
-        return rbi_command_refuse("config check FILE | show [FILE] | example | reference");
+        return rbi_command_refuse("config check FILE | show [FILE] | example");
     if (rbi_command_is_help(arguments[0]))
         return rbi_config_help(0, NULL);
     int code;

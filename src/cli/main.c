@@ -17,7 +17,6 @@ static const char main_help[] =
     "  rebatch config check FILE          look for mistakes in a settings file\n"
     "  rebatch config show [FILE]         print every setting, and where its value comes from\n"
     "  rebatch config example             print a settings file with every default, and comments\n"
-    "  rebatch config reference           print the table of settings, in Markdown\n"
     "  rebatch help COMMAND               more about probe, run or config\n"
     "  rebatch --version                  print the version\n"
     "\n"

@@ -73,12 +73,9 @@ rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
     return rbi_config_load(out, path, NULL);
 }
 
-rebatch_status rebatch_config_check(const char *path,
-                                    void (*on_mistake)(const char *sentence, void *user),
-                                    void *user)
+rebatch_status rbi_config_check(const char *path,
+                                void (*on_mistake)(const char *sentence, void *user), void *user)
 {
-    if (!on_mistake)
-        return rbi_error(REBATCH_E_INVALID, "on_mistake is NULL: expected a function");
     struct rebatch_config *config = rbi_heap_calloc(1, sizeof *config);
     if (!config)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
@@ -96,35 +93,6 @@ void rebatch_config_free(rebatch_config *config)
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++)
         rbi_heap_free(config->entries[i].origin);
     rbi_heap_free(config);
-}
-
-/* ---- looking ---- */
-
-const char *rebatch_config_key(size_t n)
-{
-    return n < RBI_SETTING_COUNT ? rbi_settings[n].key : NULL;
-}
-
-const char *rebatch_config_get(const rebatch_config *config, const char *key, const char **origin)
-{
-    if (origin)
-        *origin = NULL;
-    if (!config || !key) {
-        rbi_error(REBATCH_E_INVALID, "%s is NULL", config ? "key" : "config");
-        return NULL;
-    }
-    const struct rbi_setting *setting = rbi_setting_find(key);
-    if (!setting) {
-        const struct rbi_setting *nearest = rbi_nearest_setting(NULL, key, strlen(key));
-        rbi_error(REBATCH_E_INVALID, "%s is not a setting%s%s%s",
-                  rbi_shown_text(key, strlen(key)).text, nearest ? "; did you mean " : "",
-                  nearest ? nearest->key : "", nearest ? "?" : "");
-        return NULL;
-    }
-    const struct rbi_entry *entry = &config->entries[setting - rbi_settings];
-    if (origin)
-        *origin = origin_of(entry);
-    return entry->text;
 }
 
 /* ---- using ---- */

@@ -188,7 +188,7 @@ rebatch_status rbi_run_settings_read(struct rbi_run_settings *run)
     return status ? status : read_failures(run);
 }
 
-rebatch_status rebatch_config_check_run(void)
+rebatch_status rbi_run_settings_check(void)
 {
     struct rbi_run_settings run;
     const rebatch_status status = rbi_run_settings_read(&run);

@@ -345,6 +345,8 @@ struct rbi_run_settings {
 
 /* Reads the environment. REBATCH_E_PARSE, with the variable and what was expected. */
 rebatch_status rbi_run_settings_read(struct rbi_run_settings *run);
+/* The same, and whether a variable is nearly a setting's, such as REBATCH_MEM_LIMIT. */
+rebatch_status rbi_run_settings_check(void);
 
 /* ---- files (source.c) ---- */
 
@@ -387,6 +389,10 @@ rebatch_status rbi_config_note(struct rebatch_config *config, rebatch_status sta
  * such as "batch.largest = 64; memory.limit = 2GiB". NULL: there is none; with one, device.kind is
  * "auto" by default. */
 rebatch_status rbi_config_load(rebatch_config **out, const char *path, const char *program);
+/* Reads as rebatch_config_load() does, and goes on behind each mistake, which `on_mistake` is told
+ * as a sentence. REBATCH_E_PARSE when there was one. */
+rebatch_status rbi_config_check(const char *path,
+                                void (*on_mistake)(const char *sentence, void *user), void *user);
 rebatch_status rbi_config_read_program(struct rebatch_config *config, const char *text);
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
@@ -396,6 +402,8 @@ rebatch_status rbi_config_check_names(struct rebatch_config *config);
 void rbi_config_override(rebatch_options *options, const struct rebatch_config *config);
 /* What no value can be blamed for alone. REBATCH_E_PARSE. */
 rebatch_status rbi_config_check_conflicts(const struct rebatch_config *config);
+/* Adds an example file with every key at its default, and comments (document.c). */
+void rbi_config_add_example(struct rbi_text *t);
 /* What only the device can tell. REBATCH_E_INVALID. */
 rebatch_status rbi_config_check_device(const struct rebatch_config *config, rebatch_device *device);
 

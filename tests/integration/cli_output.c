@@ -48,7 +48,7 @@ Test(cli_output, a_failed_write_is_said_and_is_the_exit_status)
     expect_complaint(cli_command, "rebatch", "--version");
     expect_complaint(cli_command, "rebatch", "help run");
     expect_complaint(cli_command, "rebatch", "config show");
-    expect_complaint(cli_command, "rebatch", "config reference");
+    expect_complaint(cli_command, "rebatch", "config example");
     static char line[PATH_MAX + 64];
     (void)snprintf(line, sizeof line, "probe --json -- '%s'", cli_minimal);
     expect_complaint(cli_command, "rebatch", line);

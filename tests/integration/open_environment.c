@@ -147,10 +147,10 @@ Test(open_environment, an_older_struct_has_no_say_in_it)
 Test(open_environment, a_program_that_loads_settings_has_the_same_file)
 {
     rebatch_config *config;
-    const char *origin;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
     write_settings("batch: { start = 16; };");
     OK(rebatch_config_load(&config, NULL));
-    cr_expect_str_eq(rebatch_config_get(config, "batch.start", &origin), "16");
-    cr_expect_str_eq(origin, "train.cfg:1");
+    OK(rebatch_config_options(&options, config));
+    cr_expect_eq(options.micro_start, 16);
     rebatch_config_free(config);
 }

@@ -22,7 +22,7 @@ REFUSAL = (
 @pytest.fixture(scope="module")
 def library():
     loaded = ctypes.CDLL(str(PACKAGE / "librebatch.so"))
-    for name in "version", "last_error", "status_name", "config_get":
+    for name in "version", "last_error", "status_name":
         getattr(loaded, "rebatch_" + name).restype = ctypes.c_char_p
     return loaded
 
@@ -73,10 +73,14 @@ def test_settings_file_is_refused(load, tmp_path, monkeypatch, by):
 
 
 def test_variables_set_settings(library, load, monkeypatch):
+    from rebatch import _library
+
     monkeypatch.setenv("REBATCH_MEMORY_LIMIT", "22GiB")
     status, _, config = load()
     assert status == "REBATCH_OK"
-    assert library.rebatch_config_get(config, b"memory.limit", None) == b'"22GiB"'
+    options = _library.Options(struct_size=ctypes.sizeof(_library.Options))
+    assert library.rebatch_config_options(ctypes.byref(options), config) == 0
+    assert options.pool.limit_bytes == 22 << 30
 
 
 def test_a_wrong_limit_in_the_environment_is_one_sentence(monkeypatch):

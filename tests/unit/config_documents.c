@@ -10,35 +10,21 @@
 
 TestSuite(config_documents, .init = config_enter, .fini = config_leave);
 
-static char *formatted(size_t (*format)(char *text, size_t size))
+/* The example file as the table makes it; the caller frees it. */
+static char *example_text(void)
 {
-    const size_t length = format(NULL, 0);
-    char *text = malloc(length + 1);
+    struct rbi_text t = {NULL, 0, 0};
+    rbi_config_add_example(&t);
+    char *text = malloc(t.length + 1);
     cr_assert(text != NULL);
-    cr_assert(format(text, length + 1) == length);
-    cr_assert(strlen(text) == length);
+    t = (struct rbi_text){text, t.length + 1, 0};
+    rbi_config_add_example(&t);
     return text;
-}
-
-Test(config_documents, texts_are_cut_as_snprintf_does)
-{
-    size_t (*const formats[])(char *, size_t) = {rebatch_config_format_example,
-                                                 rebatch_config_format_reference};
-    for (size_t i = 0; i < 2; i++) {
-        char *whole = formatted(formats[i]);
-        char cut[101];
-        memset(cut, 'x', sizeof cut);
-        cr_expect(formats[i](cut, 100) == strlen(whole));
-        cr_expect(strlen(cut) == 99 && memcmp(cut, whole, 99) == 0 && cut[100] == 'x');
-        cut[0] = 'x';
-        cr_expect(formats[i](cut, 1) == strlen(whole) && cut[0] == '\0');
-        free(whole);
-    }
 }
 
 Test(config_documents, example_file_is_the_text)
 {
-    char *text = formatted(rebatch_config_format_example);
+    char *text = example_text();
     char *file = config_read_source("examples/rebatch.cfg");
     cr_expect(strcmp(text, file) == 0, "examples/rebatch.cfg is not what the table says: "
                                        "run rebatch config example > examples/rebatch.cfg");
@@ -46,49 +32,35 @@ Test(config_documents, example_file_is_the_text)
     free(file);
 }
 
-Test(config_documents, reference_is_in_the_document)
-{
-    static const char begin[] = "<!-- reference: made by `rebatch config reference` -->\n";
-    static const char end[] = "<!-- end of reference -->\n";
-    char *text = formatted(rebatch_config_format_reference);
-    char *file = config_read_source("docs/config.md");
-    const char *from = strstr(file, begin);
-    const char *to = strstr(file, end);
-    cr_assert(from && to && from < to, "docs/config.md has no place for the reference");
-    from += strlen(begin);
-    cr_expect(strlen(text) == (size_t)(to - from) && memcmp(text, from, strlen(text)) == 0,
-              "docs/config.md is not what the table says: "
-              "put what rebatch config reference prints between the two comments");
-    free(text);
-    free(file);
-}
-
+/* docs/config.md has one row for each setting, in order, with all that it may be. */
 Test(config_documents, reference_has_every_key_and_all_that_it_may_be)
 {
-    char *text = formatted(rebatch_config_format_reference);
-    char *at = text;
+    char *file = config_read_source("docs/config.md");
+    char *at = strstr(file, "\n| --- |");
+    cr_assert(at != NULL, "docs/config.md has no table of settings");
+    at = strchr(at + 1, '\n') + 1;
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
         const struct rbi_setting *setting = &rbi_settings[i];
-        char values[256];
-        struct rbi_text t = {values, sizeof values, 0};
+        char row[1024];
+        struct rbi_text t = {row, sizeof row, 0};
+        struct rbi_entry initial = {0};
+        const struct rbi_place place = {NULL, 0, "default"};
+        cr_assert(rbi_entry_set_bare(&initial, setting, setting->initial, &place) == REBATCH_OK);
+        rbi_text_add(&t, "| `%s` | `%s` | ", setting->key, initial.text);
         rbi_setting_describe(&t, setting);
-        cr_assert(t.length < sizeof values);
-        at = strstr(at, setting->key);
-        cr_assert(at != NULL, "%s is missing or not in order", setting->key);
-        const char *line_end = strchr(at, '\n');
-        const char *const wanted[] = {values, rbi_setting_variable(setting).name, setting->help,
-                                      setting->initial};
-        for (size_t w = 0; w < sizeof wanted / sizeof *wanted; w++) {
-            const char *found = strstr(at, wanted[w]);
-            cr_expect(found && found < line_end, "%s: '%s' is missing", setting->key, wanted[w]);
-        }
+        rbi_text_add(&t, " | `%s` | %s |\n", rbi_setting_variable(setting).name, setting->help);
+        cr_assert(t.length < sizeof row);
+        cr_assert(strncmp(at, row, t.length) == 0,
+                  "docs/config.md: expected this row of the table of settings:\n%s", row);
+        at += t.length;
     }
-    free(text);
+    cr_expect(*at == '\n', "docs/config.md has a row for a setting that there is not: %.60s", at);
+    free(file);
 }
 
 Test(config_documents, example_loads_to_all_defaults)
 {
-    char *text = formatted(rebatch_config_format_example);
+    char *text = example_text();
     config_write("example.cfg", text);
     free(text);
     rebatch_config *example;
@@ -96,11 +68,10 @@ Test(config_documents, example_loads_to_all_defaults)
     cr_assert(rebatch_config_load(&example, "example.cfg") == REBATCH_OK, "%s",
               rebatch_last_error());
     cr_assert(rebatch_config_load(&defaults, NULL) == REBATCH_OK);
-    const char *key;
-    for (size_t i = 0; (key = rebatch_config_key(i)) != NULL; i++) {
-        const char *origin;
-        cr_expect(strcmp(rebatch_config_get(example, key, &origin),
-                         rebatch_config_get(defaults, key, NULL)) == 0,
+    for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
+        const char *key = rbi_settings[i].key, *origin;
+        cr_expect(strcmp(config_value(example, key, &origin),
+                         config_value(defaults, key, NULL)) == 0,
                   "%s", key);
         cr_expect(strncmp(origin, "example.cfg:", 12) == 0, "%s comes from %s", key, origin);
     }

@@ -49,6 +49,17 @@ void config_write(const char *name, const char *text)
     config_write_bytes(name, text, strlen(text));
 }
 
+const char *config_value(const rebatch_config *config, const char *key, const char **origin)
+{
+    const struct rbi_setting *setting = rbi_setting_find(key);
+    if (!setting)
+        return NULL;
+    const struct rbi_entry *entry = &config->entries[setting - rbi_settings];
+    if (origin)
+        *origin = entry->origin ? entry->origin : "default";
+    return entry->text;
+}
+
 char *config_read(const char *name)
 {
     FILE *file = fopen(name, "r");

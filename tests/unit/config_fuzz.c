@@ -109,7 +109,7 @@ static void try_text(const struct text *text, unsigned run, unsigned *ok)
         ++*ok;
         cr_assert(config != NULL, "run %u", run);
         for (size_t i = 0; i < RBI_SETTING_COUNT; i++)
-            cr_assert(rebatch_config_get(config, rebatch_config_key(i), NULL) != NULL);
+            cr_assert(config_value(config, rbi_settings[i].key, NULL) != NULL);
     } else {
         cr_assert(config == NULL, "run %u", run);
         cr_assert(status == REBATCH_E_PARSE || status == REBATCH_E_IO, "run %u: %s", run,
@@ -139,7 +139,9 @@ Test(config_fuzz, mutations_of_the_example)
     static struct text text;
     struct random r = {20240229};
     char example[TEXT_MOST];
-    const size_t length = rebatch_config_format_example(example, sizeof example);
+    struct rbi_text t = {example, sizeof example, 0};
+    rbi_config_add_example(&t);
+    const size_t length = t.length;
     cr_assert(length < sizeof example);
     unsigned ok = 0;
     const unsigned runs = 20000;
