@@ -434,11 +434,6 @@ static rebatch_status cuda_event_synchronize(void *self, rbi_event event)
     CALL(event_synchronize(event));
 }
 
-static rebatch_status cuda_stream_wait(void *self, rebatch_stream stream, rbi_event event)
-{
-    CALL(stream_wait(stream, event, 0));
-}
-
 static rebatch_status cuda_ordinal(void *self, int *out)
 {
     *out = ((struct cuda *)self)->ordinal;
@@ -474,7 +469,6 @@ static const struct rbi_device_ops cuda_ops = {
     .event_record_all = cuda_event_record_all,
     .event_query = cuda_event_query,
     .event_synchronize = cuda_event_synchronize,
-    .stream_wait = cuda_stream_wait,
     .take_last_error = cuda_take_last_error,
     .pinned_alloc = cuda_pinned_alloc,
     .pinned_free = cuda_pinned_free,

@@ -58,7 +58,6 @@ struct cu_access {
     X(stream_create, cuStreamCreate, (cu_stream * out, unsigned flags))                            \
     X(stream_destroy, cuStreamDestroy_v2, (cu_stream stream))                                      \
     X(stream_synchronize, cuStreamSynchronize, (cu_stream stream))                                 \
-    X(stream_wait, cuStreamWaitEvent, (cu_stream stream, cu_event event, unsigned flags))          \
     X(stream_call, cuLaunchHostFunc, (cu_stream stream, void (*function)(void *), void *user))     \
     X(event_create, cuEventCreate, (cu_event * out, unsigned flags))                               \
     X(event_destroy, cuEventDestroy_v2, (cu_event event))                                          \

@@ -376,8 +376,3 @@ rebatch_status rbi_event_synchronize(rebatch_device *device, rbi_event event)
 {
     return device->ops->event_synchronize(device->self, event);
 }
-
-rebatch_status rbi_stream_wait(rebatch_device *device, rebatch_stream stream, rbi_event event)
-{
-    return device->ops->stream_wait(device->self, stream, event);
-}

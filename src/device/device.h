@@ -36,7 +36,6 @@ struct rbi_device_ops {
     rebatch_status (*event_record)(void *self, rbi_event, rebatch_stream);
     rebatch_status (*event_query)(void *self, rbi_event, bool *done);
     rebatch_status (*event_synchronize)(void *self, rbi_event);
-    rebatch_status (*stream_wait)(void *self, rebatch_stream, rbi_event);
 
     /* -- may provide -- */
     /* Both or neither; NULL: its memory has no contents. */
@@ -161,6 +160,5 @@ rebatch_status rbi_event_record(rebatch_device *device, rbi_event event, rebatch
 rebatch_status rbi_event_record_all(rebatch_device *device, rbi_event event);
 rebatch_status rbi_event_query(rebatch_device *device, rbi_event event, bool *done);
 rebatch_status rbi_event_synchronize(rebatch_device *device, rbi_event event);
-rebatch_status rbi_stream_wait(rebatch_device *device, rebatch_stream stream, rbi_event event);
 
 #endif

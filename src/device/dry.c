@@ -241,14 +241,6 @@ static rebatch_status dry_event_synchronize(void *self, rbi_event event)
     return REBATCH_OK;
 }
 
-static rebatch_status dry_stream_wait(void *self, rebatch_stream stream, rbi_event event)
-{
-    (void)self;
-    (void)stream;
-    (void)event;
-    return REBATCH_OK;
-}
-
 /* ---- opening ---- */
 
 /* What every dry device has. */
@@ -259,8 +251,7 @@ static rebatch_status dry_stream_wait(void *self, rebatch_stream stream, rbi_eve
     .stream_synchronize = dry_stream_synchronize, .stream_call = dry_stream_call,                  \
     .event_create = dry_event_create, .event_destroy = dry_event_destroy,                          \
     .event_record = dry_event_record, .event_query = dry_event_query,                              \
-    .event_synchronize = dry_event_synchronize, .stream_wait = dry_stream_wait,                    \
-    .set_capacity = dry_set_capacity
+    .event_synchronize = dry_event_synchronize, .set_capacity = dry_set_capacity
 
 static const struct rbi_device_ops plain_ops = {DRY_OPS};
 

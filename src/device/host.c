@@ -412,12 +412,6 @@ static rebatch_status host_event_synchronize(void *self, rbi_event event)
     return REBATCH_OK;
 }
 
-static rebatch_status host_stream_wait(void *self, rebatch_stream stream, rbi_event event)
-{
-    (void)self;
-    return rbi_host_stream_wait(stream, event);
-}
-
 /* Each stream has a thread. */
 static bool host_is_in_process(void *self)
 {
@@ -449,7 +443,6 @@ static const struct rbi_device_ops host_ops = {
     .event_record = host_event_record,
     .event_query = host_event_query,
     .event_synchronize = host_event_synchronize,
-    .stream_wait = host_stream_wait,
     .stream_is_valid = host_stream_is_valid,
     .is_in_process = host_is_in_process,
     .set_capacity = host_set_capacity,

@@ -13,7 +13,7 @@ struct rbi_event_object {
     uint64_t done;     /* the latest of them that has run */
 };
 
-enum task_kind { TASK_CALL, TASK_COPY, TASK_FILL, TASK_RECORD, TASK_WAIT, TASK_END };
+enum task_kind { TASK_CALL, TASK_COPY, TASK_FILL, TASK_RECORD, TASK_END };
 
 struct task {
     struct task *next;
@@ -24,7 +24,7 @@ struct task {
     size_t bytes;
     uint8_t value;
     rbi_event event;
-    uint64_t generation; /* of the event: what is recorded, or waited for */
+    uint64_t generation; /* of the event: what is recorded */
 };
 
 struct rebatch_stream_object {
@@ -82,23 +82,6 @@ static void end_record(rbi_event event, uint64_t generation)
     pthread_mutex_unlock(&event->lock);
 }
 
-static void wait_for(rbi_event event, uint64_t generation)
-{
-    pthread_mutex_lock(&event->lock);
-    rbi_assert(generation <= event->recorded);
-    while (event->done < generation)
-        pthread_cond_wait(&event->changed, &event->lock);
-    pthread_mutex_unlock(&event->lock);
-}
-
-static uint64_t recorded(rbi_event event)
-{
-    pthread_mutex_lock(&event->lock);
-    const uint64_t generation = event->recorded;
-    pthread_mutex_unlock(&event->lock);
-    return generation;
-}
-
 bool rbi_host_event_is_done(rbi_event event)
 {
     pthread_mutex_lock(&event->lock);
@@ -110,7 +93,11 @@ bool rbi_host_event_is_done(rbi_event event)
 
 void rbi_host_event_synchronize(rbi_event event)
 {
-    wait_for(event, recorded(event));
+    pthread_mutex_lock(&event->lock);
+    const uint64_t generation = event->recorded;
+    while (event->done < generation)
+        pthread_cond_wait(&event->changed, &event->lock);
+    pthread_mutex_unlock(&event->lock);
 }
 
 /* ---- running ---- */
@@ -129,9 +116,6 @@ static void run_task(const struct task *task)
         break;
     case TASK_RECORD:
         end_record(task->event, task->generation);
-        break;
-    case TASK_WAIT:
-        wait_for(task->event, task->generation);
         break;
     case TASK_END:
         break;
@@ -221,12 +205,6 @@ rebatch_status rbi_host_event_record(rbi_event event, rebatch_stream stream)
     if (status)
         end_record(event, task.generation); /* else waiting for it would never end */
     return status;
-}
-
-rebatch_status rbi_host_stream_wait(rebatch_stream stream, rbi_event event)
-{
-    return enqueue(
-        stream, &(struct task){.kind = TASK_WAIT, .event = event, .generation = recorded(event)});
 }
 
 /* ---- life ---- */

@@ -21,7 +21,6 @@ void rbi_host_event_destroy(rbi_event event);
 rebatch_status rbi_host_event_record(rbi_event event, rebatch_stream stream);
 bool rbi_host_event_is_done(rbi_event event);
 void rbi_host_event_synchronize(rbi_event event);
-rebatch_status rbi_host_stream_wait(rebatch_stream stream, rbi_event event);
 
 /* The device's list of its streams is threaded through them. */
 rebatch_stream *rbi_host_stream_next(rebatch_stream stream);

@@ -85,10 +85,8 @@ static inline bool rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_blo
     rbi_raise(&tag->peak_bytes, tag->live_bytes);
     stats->live_bytes += bytes;
     stats->blocks++;
-    pool->requested_total_bytes += block->requested_bytes;
+    stats->requested_bytes += block->requested_bytes;
     rbi_raise(&stats->blocks_peak, stats->blocks);
-    if (pool->depth && !block->outside)
-        rbi_raise(&pool->scopes[pool->depth - 1].largest_bytes, bytes);
     return stats->live_bytes > pool->quiet_bytes;
 }
 
@@ -103,7 +101,7 @@ static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_bloc
     stats->live_bytes -= bytes;
     stats->freed_total_bytes += bytes;
     stats->blocks--;
-    pool->requested_given_bytes += block->requested_bytes;
+    stats->requested_bytes -= block->requested_bytes;
 }
 
 /* ---- in use ---- */

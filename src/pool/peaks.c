@@ -34,8 +34,6 @@ void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from)
 {
     if (to->live_most < from->live_most && !(from->owner_thread != 0 && to->owner_thread == 0))
         to->live_most = from->live_most;
-    if (to->largest_bytes < from->largest_bytes)
-        to->largest_bytes = from->largest_bytes;
 }
 
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool)
@@ -52,10 +50,6 @@ static void shift(struct rbi_scope *scope, const struct rbi_block *block, bool b
     const uint64_t bytes = begins ? block->bytes : -(uint64_t)block->bytes;
     scope->live_at_begin += bytes;
     scope->live_most += bytes;
-    if (!begins)
-        return;
-    scope->others++;
-    scope->requested_at_begin += block->requested_bytes;
 }
 
 void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins)
@@ -66,9 +60,6 @@ void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool
     for (size_t i = pool->depth; i-- > 0;)
         if (pool->scopes[i].owner_thread != 0 && !is_of(&pool->scopes[i], block))
             shift(&pool->scopes[i], block, begins);
-    struct rbi_scope *const all = rbi_scope_of_all(pool);
-    if (all && begins)
-        rbi_raise(&all->largest_bytes, block->bytes);
     rbi_pool_set_quiet(pool);
 }
 

@@ -66,19 +66,16 @@ static inline struct rbi_pool_stream *rbi_stream_of(const struct rbi_block *bloc
 
 /* A scope holds the blocks with sequence >= first_sequence. A scope with an owner_thread leaves out
  * the blocks of other threads; what those threads allocate and free shifts live_at_begin. The peak
- * and the largest block are those of the time in which this scope was the innermost; they are added
- * to the parent's when it ends. */
+ * is that of the time in which this scope was the innermost; it is added to the parent's when it
+ * ends. */
 struct rbi_scope {
     rebatch_scope handle;
     uint64_t first_sequence;
     uint64_t live_at_begin;
-    uint64_t live_most;          /* highest live_bytes of the whole pool */
-    uint64_t requested_at_begin; /* pool->requested_total_bytes then */
-    uint64_t largest_bytes;
+    uint64_t live_most;         /* highest live_bytes of the whole pool */
     uint64_t owner_thread;      /* the thread whose calls it takes in, and of those that joined it;
                                    0: all threads' */
     bool observes;              /* it counts, and undoes nothing: frees do not wait for its end */
-    uint64_t others;            /* allocations that it leaves out */
     struct rbi_block *deferred; /* freed inside, and not of it */
 };
 
@@ -157,7 +154,6 @@ struct rebatch_pool {
     uint64_t peak_number;
     /* Only what rbi_pool_get_stats() does not work out from other fields. */
     rebatch_pool_stats stats;
-    uint64_t requested_total_bytes, requested_given_bytes; /* since create */
     uint64_t quiet_bytes; /* no peak is raised as long as live_bytes is not above it */
     uint64_t mark_peak_bytes;
     /* The highest peak that was more than an eighth above the last such, and sequence then: while

@@ -42,7 +42,6 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint6
                                 .first_sequence = pool->sequence,
                                 .live_at_begin = pool->stats.live_bytes,
                                 .live_most = pool->stats.live_bytes,
-                                .requested_at_begin = pool->requested_total_bytes,
                                 .owner_thread = owner_thread,
                                 .observes = observes};
     pool->depth++;
@@ -445,48 +444,24 @@ uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope)
     return sequence;
 }
 
-static void get_stats_locked(struct rbi_scope_stats *out, const rebatch_pool *pool,
-                             const struct rbi_scope *scope)
-{
-    struct rbi_scope sum = *scope;
-    for (const struct rbi_scope *s = scope + 1; s < pool->scopes + pool->depth; s++)
-        rbi_scope_fold(&sum, s);
-    out->live_bytes = (int64_t)(pool->stats.live_bytes - scope->live_at_begin);
-    out->peak_bytes = (int64_t)(sum.live_most - scope->live_at_begin);
-    out->requested_bytes = pool->requested_total_bytes - scope->requested_at_begin;
-    out->allocations = pool->sequence - scope->first_sequence - scope->others;
-    out->largest_bytes = sum.largest_bytes;
-}
-
-rebatch_status rbi_scope_get_stats(struct rbi_scope_stats *out, rebatch_pool *pool,
-                                   rebatch_scope scope)
-{
-    rebatch_status status = REBATCH_OK;
-    *out = (struct rbi_scope_stats){0};
-    rbi_lock_take(&pool->lock);
-    const struct rbi_scope *open = find_open(pool, scope);
-    if (open)
-        get_stats_locked(out, pool, open);
-    else
-        status = refuse_scope(scope);
-    rbi_pool_give_lock(pool);
-    return status;
-}
-
 static void end_phase_locked(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
-    struct rbi_scope_stats stats = {0};
     rbi_plan_end(pool);
     const struct rbi_scope *const open = find_open(pool, scope);
-    if (open)
-        get_stats_locked(&stats, pool, open);
-    *out =
-        (struct rbi_scope_use){.live_before = pool->stats.live_bytes - (uint64_t)stats.live_bytes,
-                               .peak_bytes = stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0,
-                               .keeps_blocks = stats.live_bytes > 0,
-                               .first_sequence = open ? open->first_sequence : pool->sequence,
-                               .traffic = rbi_pool_traffic(pool)};
+    *out = (struct rbi_scope_use){.live_before = pool->stats.live_bytes,
+                                  .first_sequence = pool->sequence,
+                                  .traffic = rbi_pool_traffic(pool)};
+    if (!open)
+        return;
+    struct rbi_scope sum = *open;
+    for (const struct rbi_scope *s = open + 1; s < pool->scopes + pool->depth; s++)
+        rbi_scope_fold(&sum, s);
+    const int64_t peak = (int64_t)(sum.live_most - open->live_at_begin);
+    out->live_before = open->live_at_begin;
+    out->peak_bytes = peak > 0 ? (uint64_t)peak : 0;
+    out->keeps_blocks = (int64_t)(pool->stats.live_bytes - open->live_at_begin) > 0;
+    out->first_sequence = open->first_sequence;
 }
 
 void rbi_scope_end_phase(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope)

@@ -33,7 +33,6 @@ void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
     out->allocations = pool->sequence;
     out->frees = pool->sequence - out->blocks - out->rolled_back_blocks;
     out->allocated_total_bytes = out->freed_total_bytes + out->live_bytes;
-    out->requested_bytes = pool->requested_total_bytes - pool->requested_given_bytes;
 }
 
 rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool)

@@ -75,17 +75,6 @@ void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool);
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 size_t rbi_view_tag_count(const rebatch_pool *pool);
 const char *rbi_view_tag_name(const rebatch_pool *pool, rebatch_tag tag);
-/* Of a scope since it began, those inside it included. */
-struct rbi_scope_stats {
-    int64_t live_bytes;       /* now, minus what was live when the scope began */
-    int64_t peak_bytes;       /* highest live_bytes: what it needs beside what was live before */
-    uint64_t requested_bytes; /* in total, before rounding */
-    uint64_t allocations;     /* in total */
-    uint64_t largest_bytes;   /* of one block */
-};
-/* REBATCH_E_INVALID when `scope` is not open. */
-rebatch_status rbi_scope_get_stats(struct rbi_scope_stats *out, rebatch_pool *pool,
-                                   rebatch_scope scope);
 void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *out);
 
 #endif

@@ -188,11 +188,6 @@ static rebatch_status fault_event_synchronize(void *self, rbi_event event)
     return rbi_event_synchronize(inner_of(self), event);
 }
 
-static rebatch_status fault_stream_wait(void *self, rebatch_stream stream, rbi_event event)
-{
-    PASS(REBATCH_FAULT_STREAM, rbi_stream_wait(inner, stream, event));
-}
-
 static bool fault_stream_is_valid(void *self, rebatch_stream stream)
 {
     return rbi_device_stream_is_valid(inner_of(self), stream);
@@ -304,7 +299,6 @@ static const struct rbi_device_ops plain_ops = {
     .event_record_all = fault_event_record_all,
     .event_query = fault_event_query,
     .event_synchronize = fault_event_synchronize,
-    .stream_wait = fault_stream_wait,
     .stream_is_valid = fault_stream_is_valid,
     .is_in_process = fault_is_in_process,
     .set_capacity = fault_set_capacity,

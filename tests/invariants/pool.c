@@ -312,7 +312,7 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     const rebatch_pool_stats *s = &pool->stats;
     CHECK(s->live_bytes == tally->live_bytes && s->live_bytes <= s->live_peak_bytes);
     CHECK(s->live_peak_bytes <= pool->highest_live_bytes);
-    CHECK(pool->requested_total_bytes - pool->requested_given_bytes == tally->requested_bytes);
+    CHECK(pool->stats.requested_bytes == tally->requested_bytes);
     uint64_t quiet_bytes = rbi_min(s->live_peak_bytes, pool->mark_peak_bytes);
     if (pool->depth)
         quiet_bytes = rbi_min(quiet_bytes, pool->scopes[pool->depth - 1].live_most);

@@ -241,12 +241,6 @@ static rebatch_status lazy_event_synchronize(void *self, rbi_event event)
     return REBATCH_OK;
 }
 
-static rebatch_status lazy_stream_wait(void *self, rebatch_stream stream, rbi_event event)
-{
-    (void)stream;
-    return lazy_event_synchronize(self, event); /* sooner than needed is in order too */
-}
-
 size_t lazy_under_way(void)
 {
     return lazy.use_count;
@@ -285,7 +279,6 @@ rebatch_device *lazy_open(size_t capacity_bytes, size_t page_bytes, bool has_vir
     lazy.ops.synchronize = lazy_synchronize;
     lazy.ops.event_query = lazy_event_query;
     lazy.ops.event_synchronize = lazy_event_synchronize;
-    lazy.ops.stream_wait = lazy_stream_wait;
     lazy_set_device_events(true);
     device->ops = &lazy.ops;
     return device;

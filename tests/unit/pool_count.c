@@ -28,9 +28,6 @@ void count_alloc(struct count *count, struct counted *block)
         struct count_scope *s = &count->scopes[i];
         const int64_t live = (int64_t)want->live_bytes - s->live_at_begin;
         s->peak = live > s->peak ? live : s->peak;
-        s->requested += block->bytes;
-        s->allocations++;
-        s->largest = rbi_max(s->largest, block->rounded);
     }
 }
 
@@ -65,7 +62,7 @@ void count_begin(struct count *count, rebatch_pool *pool)
 {
     if (count->depth < COUNT_DEPTH)
         count->scopes[count->depth++] = (struct count_scope){
-            begin(pool), count->sequence, (int64_t)count->want.live_bytes, 0, 0, 0, 0};
+            begin(pool), count->sequence, (int64_t)count->want.live_bytes, 0};
 }
 
 void count_commit(struct count *count, rebatch_pool *pool)
@@ -134,13 +131,9 @@ void count_compare(const struct count *count, rebatch_pool *pool, size_t beyond_
     cr_assert(is_peak((int64_t)got.blocks_peak, (int64_t)want->blocks_peak, beyond_bytes / UNIT));
     for (size_t i = 0; i < count->depth; i++) {
         const struct count_scope *s = &count->scopes[i];
-        struct rbi_scope_stats stats;
-        cr_assert_eq(rbi_scope_get_stats(&stats, pool, s->handle), REBATCH_OK);
+        const struct scope_stats stats = scope_stats(pool, s->handle);
         cr_assert_eq(stats.live_bytes, (int64_t)want->live_bytes - s->live_at_begin);
         cr_assert(is_peak(stats.peak_bytes, s->peak, beyond_bytes));
-        cr_assert_eq(stats.requested_bytes, s->requested);
-        cr_assert_eq(stats.allocations, s->allocations);
-        cr_assert_eq(stats.largest_bytes, s->largest);
     }
     for (rebatch_tag t = 0; t < COUNT_TAGS; t++) {
         rebatch_tag_usage usage;

@@ -20,7 +20,6 @@ struct count_scope {
     rebatch_scope handle;
     uint64_t first_sequence;
     int64_t live_at_begin, peak;
-    uint64_t requested, allocations, largest;
 };
 
 struct count {

@@ -139,6 +139,23 @@ static inline rebatch_scope begin_own(rebatch_pool *pool)
     return scope;
 }
 
+/* Of an open scope: what is live beyond its beginning, now and at the most. */
+struct scope_stats {
+    int64_t live_bytes, peak_bytes;
+};
+
+static inline struct scope_stats scope_stats(const rebatch_pool *pool, rebatch_scope scope)
+{
+    const struct rbi_scope *open = pool->scopes;
+    while (open->handle != scope)
+        open++;
+    struct rbi_scope sum = *open;
+    for (const struct rbi_scope *s = open + 1; s < pool->scopes + pool->depth; s++)
+        rbi_scope_fold(&sum, s);
+    return (struct scope_stats){(int64_t)(pool->stats.live_bytes - open->live_at_begin),
+                                (int64_t)(sum.live_most - open->live_at_begin)};
+}
+
 /* The call is refused: with that status, and a text that has `words` in it. */
 #define assert_refused(call, wanted, words)                                                        \
     do {                                                                                           \

@@ -30,8 +30,7 @@ Test(pool_valid, a_broken_equation_is_noticed)
     struct rbi_pool_stream *stream = pool->first_stream;
     ASSERT_NOTICED(pool, pool->stats.live_bytes, 0);
     ASSERT_NOTICED(pool, pool->vm.taken_bytes, 5 * PAGE + 1);
-    ASSERT_NOTICED(pool, pool->requested_total_bytes, 1);
-    ASSERT_NOTICED(pool, pool->requested_given_bytes, 1);
+    ASSERT_NOTICED(pool, pool->stats.requested_bytes, 1);
     ASSERT_NOTICED(pool, pool->stats.deferred_bytes, 0);
     ASSERT_NOTICED(pool, pool->stats.blocks, 1);
     ASSERT_NOTICED(pool, pool->stats.blocks_peak, 1);
