@@ -41,47 +41,16 @@ static rebatch_status choose_second(size_t *out, struct rbi_search *s)
     return status;
 }
 
-/* One more than a power of two, at most two thirds of the predicted size: a new tile begins there,
- * whatever power of two tiles have. */
-static size_t above_tiles(size_t predicted)
-{
-    size_t power = 1;
-    while (2 * power + 1 <= predicted - predicted / 3)
-        power *= 2;
-    return power + 1;
-}
-
 /* With two sizes and a rough model, a prediction of more than FAR times the larger size is not
- * tried: a size that shows tiles is, or a FAR_ROUGH-th of the prediction. */
+ * tried, but half of it. */
 #define FAR 4
-#define FAR_ROUGH 2
-#define LEAST_TELLING 5
 static size_t not_too_far(const struct rbi_search *s, size_t predicted)
 {
     rbi_assert(s->whole_count > 0);
     const size_t ran = s->whole[s->whole_count - 1].count;
-    if (s->whole_count != 2 || !s->model.is_rough || predicted / FAR < ran)
-        return predicted;
-    const size_t telling = above_tiles(predicted);
-    return rbi_search_allowed_near(s, telling >= LEAST_TELLING && telling > s->fits + 1
-                                          ? telling
-                                          : tell_apart(predicted / FAR_ROUGH, s->fits));
-}
-
-/* The next size after an OOM that no drawn model explains. After one, a rough model is off by more
- * than a sample: an eighth of the gap is left. After two the model is wrong: the middle. */
-static size_t after_oom(const struct rbi_search *s, size_t predicted)
-{
-    rbi_assert(s->fits < s->fails);
-    const size_t gap = s->fails - s->fits;
-    if (s->whole_count == 1) /* a model needs a second size */
-        return rbi_search_allowed_near(s,
-                                       tell_apart(rbi_min(predicted, s->fits + gap / 2), s->fits));
-    if (s->report.ooms >= 2)
-        return rbi_search_allowed_near(s, s->fits + gap / 2);
-    return s->whole_count == 2 && s->model.is_rough
-               ? rbi_search_allowed_near(s, rbi_min(predicted, s->fails - 1 - gap / 8))
-               : predicted;
+    return s->whole_count != 2 || !s->model.is_rough || predicted / FAR < ran
+               ? predicted
+               : rbi_search_allowed_near(s, tell_apart(predicted / 2, s->fits));
 }
 
 /* Whether the largest size has run as it will in a step. If a micro-batch frees what the one before
@@ -191,8 +160,9 @@ static rebatch_status choose_larger(size_t *out, struct rbi_search *s)
         status = rbi_search_weigh(out, &is_weighed, s);
     if (!status && *out)
         *out = not_too_far(s, *out);
-    if (!status && *out && s->report.ooms && !is_weighed)
-        *out = after_oom(s, *out);
+    /* There is no model yet, or a second OOM says that it is wrong: the middle. */
+    if (!status && *out && s->report.ooms > (s->whole_count > 1) && !is_weighed)
+        *out = rbi_search_allowed_near(s, rbi_min(*out, s->fits + (s->fails - s->fits) / 2));
     return status;
 }
 

@@ -322,10 +322,6 @@ rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
     return status;
 }
 
-/* Because of fragmentation a size may fit when a smaller one does not: up to GAP_MOST sizes are
- * tried downwards from the largest whose bytes fit. */
-#define GAP_MOST 16
-
 rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
                                     const struct rbi_setting *setting, size_t least, size_t most,
                                     size_t batch)
@@ -334,18 +330,6 @@ rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
     if (least > most)
         return REBATCH_OK;
     size_t count;
-    rebatch_status status = guess_largest(&count, model, setting, least, most);
-    if (!status)
-        status = rbi_forecast_near(out, model, setting, least, most, batch, count);
-    const size_t above = rbi_max(*out + 1, least);
-    for (size_t i = 0; i < GAP_MOST && !status && count > above; i++, count--) {
-        struct rbi_forecast forecast;
-        status = rbi_forecast_run(&forecast, model, setting,
-                                  &(struct rbi_plan){count, true, true, batch});
-        if (status || !forecast.fits)
-            continue;
-        *out = count;
-        break;
-    }
-    return status;
+    const rebatch_status status = guess_largest(&count, model, setting, least, most);
+    return status ? status : rbi_forecast_near(out, model, setting, least, most, batch, count);
 }
