@@ -23,9 +23,8 @@ static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *
 static void give_back_unneeded(rebatch_pool *pool, const struct rbi_phase *phase)
 {
     const size_t below_peak = (size_t)(pool->highest_live_bytes - pool->stats.live_bytes);
-    const size_t needed = rbi_max(phase->arena_bytes + phase->beside_bytes, below_peak);
     size_t released;
-    (void)rbi_pool_trim_cache(pool, needed + needed / RBI_PLAN_KEPT_BESIDE_PARTS, NULL, &released);
+    (void)rbi_pool_trim_cache(pool, rbi_max(phase->arena_bytes, below_peak), NULL, &released);
 }
 
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)

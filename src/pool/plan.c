@@ -311,22 +311,6 @@ static void set_offsets(struct rbi_phase *phase, const struct place *places,
     }
 }
 
-/* The most bytes in use at once of what is served elsewhere. */
-static size_t most_beside(const struct rbi_phase *phase)
-{
-    uint64_t units = 0, most = 0;
-    for (size_t i = 0; i < phase->count; i++) {
-        const struct rbi_phase_call *const call = &phase->calls[i];
-        const bool is_free = call->kind == RBI_CALL_FREE;
-        const struct rbi_phase_call *const of = is_free ? &phase->calls[call->value] : call;
-        if (call->kind == RBI_CALL_RESERVE || of->offset != RBI_PLAN_ELSEWHERE)
-            continue;
-        units = is_free ? units - of->value : units + of->value;
-        most = most < units ? units : most;
-    }
-    return (size_t)most * REBATCH_POOL_UNIT_BYTES;
-}
-
 static void make_plan(struct rbi_phase *phase, size_t page_bytes)
 {
     const size_t most = phase->allocations;
@@ -342,7 +326,6 @@ static void make_plan(struct rbi_phase *phase, size_t page_bytes)
         set_offsets(phase, places, lifetimes, count);
         if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, page_bytes, &phase->arena_bytes))
             phase->arena_bytes = 0;
-        phase->beside_bytes = most_beside(phase);
         phase->served = 0;
     }
     rbi_heap_free(lifetimes);

@@ -33,10 +33,9 @@ struct rbi_phase {
     rebatch_stream stream; /* of its first allocation */
     struct rbi_phase_call *calls;
     size_t count, capacity;
-    size_t allocations;  /* and reserves */
-    size_t arena_bytes;  /* 0: there is no plan */
-    size_t beside_bytes; /* the most in use at once of what the plan does not serve */
-    uint32_t moves;      /* plans in a row whose arena moved many pages, or was not to be had */
+    size_t allocations; /* and reserves */
+    size_t arena_bytes; /* 0: there is no plan */
+    uint32_t moves;     /* plans in a row whose arena moved many pages, or was not to be had */
     uint64_t moved_unplanned; /* pages, in the last phase that no plan served */
     uint32_t rest;            /* phases of the key that are not looked at */
     uint32_t misses;          /* phases in a row that the plan did not serve to their end */

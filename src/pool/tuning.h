@@ -146,9 +146,6 @@
 /* A plan is made anew after this many phases in a row with other calls: a bound, one may be an
  * exception. */
 #define RBI_PLAN_MISSES_MOST 2
-/* What a proved plan needs, and this part more, stays. A bound on what is taken again; no trace
- * moves without it. */
-#define RBI_PLAN_KEPT_BESIDE_PARTS 64
 /* A layout is good enough when it takes less than this part more than the most in use at once. A
  * bound on the time of planning. */
 #define RBI_LAYOUT_LOST_PARTS 256
