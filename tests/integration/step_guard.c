@@ -1,6 +1,7 @@
 /* Owns the tests of rebatch_guard(): state that is put back when work is thrown away.
  * Must not know more of the library than its public headers say. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "step_common.h"
 
@@ -156,6 +157,41 @@ Test(step_guard, the_next_step_guards_anew)
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert_eq(*state.value, after(20));
+}
+
+/* ---- a callback between attempts ---- */
+
+/* Counts in guarded state, and runs out of memory on the way back to level 0. */
+INSIDE(count_lightening)
+{
+    uint64_t *value = s->inside_user;
+    if (callback != SCRIPT_LIGHTEN)
+        return REBATCH_OK;
+    ++*value;
+    return s->level > 0 ? REBATCH_OOM : REBATCH_OK;
+}
+
+Test(step_guard, a_lighten_that_fails_puts_back_what_it_changed)
+{
+    uint64_t value = 0;
+    OPEN(rig, rig, MIB(64), &OPTIONS(.micro_smallest = 8, .grow_after = 2, .grow_wait_max = 2));
+    rig.script.lighten_levels = 1;
+    rig.ops.lighten = script_ops().lighten;
+    OK(rebatch_guard(rig.rb, &value, sizeof value, REBATCH_GUARD_HOST));
+    script_inside(&rig.script, count_lightening, &value);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    OK(rig_step(&rig, 8));
+    cr_assert_eq(rig.report.lighten_level, 1);
+    cr_assert_eq(value, 1);
+    rig.script.fault_count = 0;
+    bool is_tried = false;
+    for (int i = 0; i < 16 && !is_tried; i++) {
+        OK(rig_step(&rig, 8));
+        is_tried = strstr(script_trace(&rig.script), "l0!") != NULL;
+    }
+    cr_assert(is_tried, "calls were %s", script_trace(&rig.script));
+    cr_assert_eq(rig.report.lighten_level, 1);
+    cr_assert_eq(value, 1, "it is %d", (int)value);
 }
 
 /* ---- pointers to what an attempt allocates ---- */
