@@ -181,38 +181,6 @@ typedef struct rebatch_oom_report {
     rebatch_tag_usage tags[REBATCH_OOM_TAGS]; /**< the tags with most live memory, largest first */
 } rebatch_oom_report;
 
-/** The number of blocks in a leak report. */
-#define REBATCH_LEAK_BLOCKS 8
-/** The number of tags in a leak report. */
-#define REBATCH_LEAK_TAGS 6
-
-/** The leaked memory of one tag. */
-typedef struct rebatch_leak_tag {
-    char name[32];       /**< name of the tag */
-    uint64_t blocks;     /**< its blocks in use */
-    uint64_t live_bytes; /**< bytes in them */
-} rebatch_leak_tag;
-
-/** A leaked block. */
-typedef struct rebatch_leak_block {
-    const void *address; /**< where it begins */
-    uint64_t bytes;      /**< its size */
-    uint64_t allocation; /**< number of the allocation that returned it, from 0. The same calls give
-                              the same number, so a breakpoint can wait for it */
-    char tag[32];        /**< name of its tag */
-} rebatch_leak_block;
-
-/** What was allocated inside a scope and is still in use. */
-typedef struct rebatch_leak_report {
-    uint64_t blocks;                                 /**< number of blocks */
-    uint64_t live_bytes;                             /**< bytes in them */
-    uint64_t requested_bytes;                        /**< bytes requested, before rounding */
-    uint32_t tag_count;                              /**< number of `tags` */
-    uint32_t block_count;                            /**< number of `largest` */
-    rebatch_leak_tag tags[REBATCH_LEAK_TAGS];        /**< the tags that hold most, largest first */
-    rebatch_leak_block largest[REBATCH_LEAK_BLOCKS]; /**< the largest blocks, then the oldest */
-} rebatch_leak_report;
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -405,15 +373,6 @@ REBATCH_API rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scop
  *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open: nothing changed */
 REBATCH_API rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope);
 
-/** What was allocated inside an open scope and is still in use. Call it before a commit, or before
- *  the pool is destroyed, to find leaks. Thread-safe.
- *  @param[out] out  zeroed on failure
- *  @param pool      the pool
- *  @param scope     an open scope; 0: since the pool was created
- *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open */
-REBATCH_API rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *pool,
-                                                   rebatch_scope scope);
-
 /** Read the statistics, which are exact. Thread-safe.
  *  @param[out] out  the statistics
  *  @param pool      the pool
@@ -454,14 +413,6 @@ REBATCH_API size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_
  *  @param report     the report
  *  @return as rebatch_pool_format_summary() */
 REBATCH_API size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *report);
-
-/** Write a leak report as a few lines of text: how much is in use, which tags hold it, and the
- *  largest blocks. Thread-safe.
- *  @param[out] text  as for rebatch_pool_format_summary()
- *  @param size       size of `text` in bytes
- *  @param report     the report
- *  @return as rebatch_pool_format_summary() */
-REBATCH_API size_t rebatch_leak_format(char *text, size_t size, const rebatch_leak_report *report);
 
 /** Write a snapshot: every block of the pool, and the latest events, as many as
  *  rebatch_pool_options.events says. The call changes no block and allocates no memory: it works

@@ -423,18 +423,6 @@ rebatch_status rbi_scope_undo(rebatch_pool *pool, rebatch_scope scope)
     return roll_back(pool, scope, false);
 }
 
-rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool, rebatch_scope scope)
-{
-    *out = (struct rbi_extent){0, false};
-    if (scope == 0)
-        return REBATCH_OK;
-    const struct rbi_scope *open = find_open(pool, scope);
-    if (!open)
-        return refuse_scope(scope);
-    *out = (struct rbi_extent){open->first_sequence, open->owner_thread != 0};
-    return REBATCH_OK;
-}
-
 uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope)
 {
     rbi_lock_take(&pool->lock);

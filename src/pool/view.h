@@ -54,10 +54,6 @@ void rbi_view_next_range(struct rbi_view_walk *walk);
 /* False at the end of the range. */
 bool rbi_view_next(struct rbi_view_piece *piece, struct rbi_view_walk *walk);
 
-/* Of an open scope; all there is, for the scope 0. REBATCH_E_INVALID with its text when it is not
- * open. */
-rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool,
-                                    rebatch_scope scope);
 /* Shows every block in use that is of an extent, oldest first. */
 void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const struct rbi_view_piece *block), void *user);

@@ -114,23 +114,3 @@ Test(pool_cuda, a_snapshot_adds_up_to_what_is_reserved)
     rebatch_stream_destroy(rig.device, rig.streams[1]);
     rebatch_device_close(rig.device);
 }
-
-Test(pool_cuda, what_is_left_is_named)
-{
-    struct rig rig = rig_open();
-    work(&rig);
-    rebatch_leak_report report;
-    rebatch_pool_stats stats;
-    ASSERT_OK(rebatch_scope_get_leaks(&report, rig.pool, 0));
-    ASSERT_OK(rebatch_pool_get_stats(&stats, rig.pool));
-    cr_assert_eq(report.blocks, stats.blocks);
-    cr_assert_eq(report.live_bytes, stats.live_bytes);
-    cr_assert_eq(report.tag_count, 3);
-    for (size_t i = 0; i < BLOCKS; i++)
-        ASSERT_OK(rebatch_pool_free(rig.pool, rig.blocks[i]));
-    ASSERT_OK(rebatch_scope_get_leaks(&report, rig.pool, 0));
-    cr_assert_eq(report.blocks, 0);
-    rebatch_pool_destroy(rig.pool);
-    rebatch_stream_destroy(rig.device, rig.streams[1]);
-    rebatch_device_close(rig.device);
-}

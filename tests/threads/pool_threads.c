@@ -119,7 +119,6 @@ static void do_else(struct worker *w)
     rebatch_pool *pool = w->shared->pool;
     rebatch_pool_stats stats;
     size_t bytes, k = draw(w) % LIVE;
-    rebatch_leak_report leaks;
     switch (draw(w) % 6) {
     case 0:
         HOLDS(w->shared, rebatch_pool_get_stats(&stats, pool) == REBATCH_OK);
@@ -140,7 +139,6 @@ static void do_else(struct worker *w)
         HOLDS(w->shared, rebatch_pool_write_snapshot(pool, (rebatch_snapshot_format)(k % 2),
                                                      count_bytes, &bytes) == REBATCH_OK);
         HOLDS(w->shared, bytes > 0);
-        HOLDS(w->shared, rebatch_scope_get_leaks(&leaks, pool, 0) == REBATCH_OK);
         break;
     default:
         if (!w->blocks[k])

@@ -183,74 +183,6 @@ Test(pool_report, an_oom_report_names_the_largest_holders_first)
     rig_close(&rig);
 }
 
-static void assert_leaks(rebatch_pool *pool, rebatch_scope scope, uint64_t blocks, uint64_t kib)
-{
-    rebatch_leak_report report;
-    cr_assert_eq(rebatch_scope_get_leaks(&report, pool, scope), REBATCH_OK);
-    cr_assert_eq(report.blocks, blocks);
-    cr_assert_eq(report.live_bytes, kib * KIB);
-}
-
-/* What a scope allocated and did not free is left, in scopes inside it too, and nothing else. */
-Test(pool_report, what_a_scope_leaves_in_use_is_known)
-{
-    struct rig rig = rig_open(64, NULL);
-    void *older = take(rig.pool, KIB);
-    const rebatch_scope outer = begin(rig.pool);
-    void *a = take(rig.pool, 2 * KIB);
-    give(rig.pool, take(rig.pool, 64 * KIB));
-    const rebatch_scope inner = begin(rig.pool);
-    assert_leaks(rig.pool, inner, 0, 0);
-    (void)take(rig.pool, 4 * KIB);
-    assert_leaks(rig.pool, inner, 1, 4);
-    assert_leaks(rig.pool, outer, 2, 6);
-    assert_leaks(rig.pool, 0, 3, 7);
-    give(rig.pool, a); /* it waits for the commit, and is freed for all that */
-    give(rig.pool, older);
-    assert_leaks(rig.pool, outer, 1, 4);
-    assert_leaks(rig.pool, 0, 1, 4);
-    cr_assert_eq(rebatch_scope_commit(rig.pool, inner), REBATCH_OK);
-    assert_leaks(rig.pool, outer, 1, 4);
-    rebatch_leak_report report;
-    memset(&report, 0x5a, sizeof report);
-    assert_refused(rebatch_scope_get_leaks(&report, rig.pool, inner), REBATCH_E_INVALID, "scope");
-    cr_assert(report.blocks == 0 && report.tag_count == 0 && report.block_count == 0);
-    assert_refused(rebatch_scope_get_leaks(NULL, rig.pool, 0), REBATCH_E_INVALID, "out is NULL");
-    assert_refused(rebatch_scope_get_leaks(&report, NULL, 0), REBATCH_E_INVALID, "pool is NULL");
-    cr_assert_eq(rebatch_scope_rollback(rig.pool, outer), REBATCH_OK);
-    assert_leaks(rig.pool, 0, 1, 1);
-    rig_close(&rig);
-}
-
-/* The tags that hold most and the largest blocks are named, the oldest of equal ones first. */
-Test(pool_report, a_leak_report_names_the_largest)
-{
-    static const size_t kib[] = {3, 9, 1, 9, 5, 7, 2, 4, 6, 8};
-    static const size_t largest[] = {1, 3, 9, 5, 8, 4, 7, 0};
-    static const char *const tags[] = {"b", "d", "j", "f", "i", "e"};
-    struct rig rig = rig_open(8, NULL);
-    void *blocks[10];
-    for (size_t i = 0; i < 10; i++) {
-        const char name[2] = {(char)('a' + i), 0};
-        blocks[i] = take_tagged(rig.pool, kib[i] * KIB - 1, make_tag(rig.pool, name));
-    }
-    rebatch_leak_report report;
-    cr_assert_eq(rebatch_scope_get_leaks(&report, rig.pool, 0), REBATCH_OK);
-    cr_assert_eq(report.blocks, 10);
-    cr_assert_eq(report.requested_bytes, 54 * KIB - 10);
-    cr_assert_eq(report.tag_count, REBATCH_LEAK_TAGS);
-    for (size_t i = 0; i < REBATCH_LEAK_TAGS; i++)
-        cr_assert_str_eq(report.tags[i].name, tags[i]);
-    cr_assert_eq(report.block_count, REBATCH_LEAK_BLOCKS);
-    for (size_t i = 0; i < REBATCH_LEAK_BLOCKS; i++) {
-        cr_assert_eq(report.largest[i].address, blocks[largest[i]]);
-        cr_assert_eq(report.largest[i].bytes, kib[largest[i]] * KIB);
-        cr_assert_eq(report.largest[i].allocation, largest[i]);
-        cr_assert_eq(report.largest[i].tag[0], 'a' + (char)largest[i]);
-    }
-    rig_close(&rig);
-}
-
 static void assert_lines_fit(const char *text)
 {
     while (*text) {
@@ -317,40 +249,6 @@ Test(pool_report, the_oom_report_reads_well)
     report.tag_count = 1000; /* a report that is not ours must not be read beyond its end */
     report.stage = (rebatch_pool_stage)99;
     cr_assert_gt(rebatch_oom_format(text, sizeof text, &report), 0);
-    rig_close(&rig);
-}
-
-/* The leak report as text says how much is left, whose, and where. */
-Test(pool_report, the_leak_report_reads_well)
-{
-    struct rig rig = rig_open(32, NULL);
-    char text[2048];
-    rebatch_leak_report report;
-    cr_assert_eq(rebatch_scope_get_leaks(&report, rig.pool, 0), REBATCH_OK);
-    cr_assert_gt(rebatch_leak_format(text, sizeof text, &report), 0);
-    cr_assert_str_eq(text, "nothing is left in use\n");
-    give(rig.pool, take(rig.pool, KIB));
-    const rebatch_tag tag = make_tag(rig.pool, "activations");
-    void *a = take_tagged(rig.pool, PAGE, tag);
-    void *b = take(rig.pool, 700);
-    (void)take_tagged(rig.pool, 1, tag);
-    cr_assert_eq(rebatch_scope_get_leaks(&report, rig.pool, 0), REBATCH_OK);
-    const size_t length = rebatch_leak_format(text, sizeof text, &report);
-    cr_assert_eq(length, strlen(text));
-    char wanted[2048];
-    (void)snprintf(wanted, sizeof wanted,
-                   "3 blocks are left in use, 65.5 KiB\n"
-                   "  held by: activations                     64.5 KiB in 2 blocks\n"
-                   "           untagged                        1.00 KiB in 1 block\n"
-                   "  largest: %p 64.0 KiB, allocation 1, activations\n"
-                   "           %p 1.00 KiB, allocation 2, untagged\n",
-                   a, b);
-    cr_assert(strncmp(text, wanted, strlen(wanted)) == 0, "%s\ninstead of\n%s", text, wanted);
-    assert_lines_fit(text);
-    cr_assert_eq(rebatch_leak_format(NULL, 0, &report), length);
-    cr_assert_eq(rebatch_leak_format(text, sizeof text, NULL), 0);
-    report.tag_count = report.block_count = 1000; /* not ours: not read beyond its end */
-    cr_assert_gt(rebatch_leak_format(text, sizeof text, &report), 0);
     rig_close(&rig);
 }
 
