@@ -196,7 +196,7 @@ void rbi_ledger_put_back(const struct rbi_holding *holding);
 /* Lowers what the driver says of the current device to what the cap leaves. */
 void rbi_ledger_lower(uint64_t *free_bytes, uint64_t *total_bytes);
 
-/* ---- the sentence about it (sentence.c) ---- */
+/* ---- what is said of it (summary.c) ---- */
 
 struct rbi_ledger_figures {
     uint64_t requests; /* allocations that were tried */

@@ -63,12 +63,12 @@ static void release(struct rbi_check *c)
     rbi_parts_release(&c->injection.done);
 }
 
-static rebatch_status run_drill(struct rbi_check *c, const rebatch_step_ops *ops, size_t batch,
-                                void *user)
+static rebatch_status run_dry_step(struct rbi_check *c, const rebatch_step_ops *ops, size_t batch,
+                                   void *user)
 {
-    struct rbi_drill drill;
-    const struct rbi_drill_watch watch = rbi_injection_watch(&c->injection);
-    rebatch_status status = rbi_drill_begin(&drill, c->rb, ops, batch, user, &watch);
+    struct rbi_dry_step dry_step;
+    const struct rbi_dry_step_watch watch = rbi_injection_watch(&c->injection);
+    rebatch_status status = rbi_dry_step_begin(&dry_step, c->rb, ops, batch, user, &watch);
     if (status)
         return status;
     const struct rbi_pool_fault before = rbi_pool_set_fault(
@@ -85,7 +85,7 @@ static rebatch_status run_drill(struct rbi_check *c, const rebatch_step_ops *ops
     rbi_stale_end(&c->stale);
     rbi_pool_set_fill(c->pool, &(struct rbi_pool_fill){.is_on = false});
     (void)rbi_pool_set_fault(c->pool, &before);
-    rbi_drill_end(&drill, c->rb);
+    rbi_dry_step_end(&dry_step, c->rb);
     return status;
 }
 
@@ -110,7 +110,7 @@ static rebatch_status check(struct rbi_check *c, const rebatch_step_ops *ops, si
     if (!status)
         status = rbi_check_open_values(c);
     if (!status)
-        status = run_drill(c, ops, batch, user);
+        status = run_dry_step(c, ops, batch, user);
     release(c);
     c->report->seconds = 1e-9 * (double)(rbi_now_ns() - began);
     return status;

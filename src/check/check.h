@@ -64,7 +64,7 @@ struct rbi_injection {
     void *user;
 };
 
-struct rbi_drill_watch rbi_injection_watch(struct rbi_injection *injection);
+struct rbi_dry_step_watch rbi_injection_watch(struct rbi_injection *injection);
 /* Counts from 0 from here on. */
 void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at);
 /* For the pool: whether a request is to fail. */

@@ -137,9 +137,9 @@ static void callback_ended(void *user, rebatch_status result)
         injection->was_cleared(injection->user);
 }
 
-struct rbi_drill_watch rbi_injection_watch(struct rbi_injection *injection)
+struct rbi_dry_step_watch rbi_injection_watch(struct rbi_injection *injection)
 {
-    return (struct rbi_drill_watch){callback_begins, callback_ended, has_injected, injection};
+    return (struct rbi_dry_step_watch){callback_begins, callback_ended, has_injected, injection};
 }
 
 void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at)

@@ -114,7 +114,7 @@ static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fa
     char when[256];
     size_t ran;
     struct rbi_text t = {when, sizeof when, 0};
-    rbi_drill_release(c->rb); /* as in the first run, so that resize has its requests */
+    rbi_dry_step_release(c->rb); /* as in the first run, so that resize has its requests */
     rebatch_status status = rbi_check_run(c, size, fails_at, &ran);
     const bool is_there = !status && c->injection.is_done,
                was_swallowed = c->injection.was_swallowed;

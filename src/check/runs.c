@@ -18,7 +18,7 @@ rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at
     rbi_assert(size > 0);
     c->report->runs++;
     rbi_injection_begin(&c->injection, fails_at);
-    const rebatch_status status = end_run(c, rbi_drill_run(c->rb, size, ran), &c->now);
+    const rebatch_status status = end_run(c, rbi_dry_step_run(c->rb, size, ran), &c->now);
     return status || rbi_parts_copy(&c->ran, &c->injection.done)
                ? status
                : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
@@ -30,7 +30,7 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
     rbi_assert(parts->count > 0 && batch > 0);
     c->report->runs++;
     rbi_injection_begin(&c->injection, 0);
-    return end_run(c, rbi_drill_run_parts(c->rb, parts->list, parts->count, batch), into);
+    return end_run(c, rbi_dry_step_run_parts(c->rb, parts->list, parts->count, batch), into);
 }
 
 rebatch_status rbi_check_run_repeated(struct rbi_check *c, size_t times)
@@ -84,7 +84,7 @@ rebatch_status rbi_check_take_back(struct rbi_check *c)
 {
     rbi_check_find_stale(c);
     find_leak(c);
-    const rebatch_status status = rbi_drill_undo(c->rb);
+    const rebatch_status status = rbi_dry_step_undo(c->rb);
     rbi_stale_take_back(&c->stale, true);
     return status;
 }

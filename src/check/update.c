@@ -54,7 +54,7 @@ static rebatch_status run_steps(struct rbi_check *c, struct given *given, uint64
     if (nth)
         injection->fails_at = before + nth;
     if (!status)
-        status = rbi_drill_update(c->rb);
+        status = rbi_dry_step_update(c->rb);
     given->requests = injection->requests - before;
     given->has_failed = injection->is_done;
     given->was_swallowed = injection->was_swallowed;

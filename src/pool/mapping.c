@@ -20,8 +20,8 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
 }
 
 /* A window that is a hole alone, whole pages long: for what is to add to what is free. */
-rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
-                                     const struct rbi_mapping *mapping)
+static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
+                                const struct rbi_mapping *mapping)
 {
     rbi_assert(mapping->bytes % pool->page_bytes == 0);
     const size_t bytes = mapping->bytes;
@@ -74,7 +74,7 @@ static rebatch_status gather_overflow(rebatch_pool *pool, size_t count)
 }
 
 /* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
-rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count)
+static rebatch_status gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count)
 {
     if (pool->vm.spare_pages >= count) {
         mapping->by_remap = true;
@@ -112,7 +112,7 @@ rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
     mapping->from_cache = window->pages == 0 && window->first == window->last &&
                           window->first->lists == &mapping->stream->lists;
     rbi_window_hold(pool, window);
-    const rebatch_status status = rbi_mapping_gather(pool, mapping, window->pages);
+    const rebatch_status status = gather(pool, mapping, window->pages);
     if (status != REBATCH_OK) {
         rbi_window_drop(pool, window);
         return status;
@@ -152,7 +152,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
         struct rbi_mapping mapping = {
             .bytes = bytes, .stream = stream, .spared = spared, .ahead = true};
         struct rbi_window window;
-        const rebatch_status found = rbi_mapping_find_hole(&window, pool, &mapping);
+        const rebatch_status found = find_hole(&window, pool, &mapping);
         return found == REBATCH_OK ? rbi_mapping_fill(out, pool, &mapping, &window) : found;
     }
     size_t room;

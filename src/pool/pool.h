@@ -397,11 +397,6 @@ struct rbi_mapping {
 /* A place in the request's zone, mapped. */
 rebatch_status rbi_mapping_run(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_mapping *mapping);
-/* A window that is a hole alone, whole pages long: for what is to add to what is free. */
-rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
-                                     const struct rbi_mapping *mapping);
-/* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
-rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count);
 /* Fills a window with memory. */
 rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_mapping *mapping, struct rbi_window *window);

@@ -59,7 +59,7 @@ static bool is_verified(const struct rbi_search *s)
 {
     rbi_assert(s->fits > 0);
     const bool follows_own = s->batch / s->fits > 1 || s->batch % s->fits == 0;
-    if (s->fits >= s->batch && (s->runs_of_fits > 0 || s->setting.piece_count == 0))
+    if (s->fits >= s->batch && (s->runs_of_fits > 0 || s->setting.reserve_count == 0))
         return true; /* a step has only this one */
     const bool is_exact = s->report.confidence == REBATCH_CONFIDENCE_EXACT;
     return s->runs_of_fits >= (s->model.keeps && follows_own && !is_exact ? 2u : 1u);

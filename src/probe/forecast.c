@@ -30,15 +30,15 @@ static rebatch_status admit(const struct course *course, size_t count)
 }
 
 /* What the first update allocates. */
-static rebatch_status make_pieces(struct course *course)
+static rebatch_status make_reserve(struct course *course)
 {
     const struct rbi_setting *setting = course->setting;
     rebatch_pool *pool = course->dry.pool;
     rebatch_scope scope;
     void *made;
     rebatch_status status = rebatch_scope_begin(&scope, pool);
-    for (size_t i = 0; i < setting->piece_count && !status; i++)
-        status = rebatch_pool_alloc(&made, pool, setting->pieces[i].bytes, setting->stream, 0);
+    for (size_t i = 0; i < setting->reserve_count && !status; i++)
+        status = rebatch_pool_alloc(&made, pool, setting->reserve[i].bytes, setting->stream, 0);
     if (!status)
         return rebatch_scope_commit(pool, scope);
     const rebatch_status undone = rebatch_scope_rollback(pool, scope);
@@ -52,13 +52,13 @@ static rebatch_status run_next(struct course *course, size_t count, bool may_fai
     rebatch_status status = count ? admit(course, count) : REBATCH_OK;
     if (status)
         return status; /* admission refused it: no second try */
-    status = count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
+    status = count ? rbi_dry_run(&course->dry, count) : make_reserve(course);
     if (status != REBATCH_OOM || !may_fail || course->effort < RETRY)
         return status;
     status = rebatch_pool_trim(course->dry.pool, 0, NULL);
     if (status)
         return status;
-    return count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
+    return count ? rbi_dry_run(&course->dry, count) : make_reserve(course);
 }
 
 /* The micro-batches of a step, as far as they differ: the first ones find other holes in the cache
@@ -76,13 +76,13 @@ static rebatch_status run_microbatches(struct course *course, bool may_fail)
 }
 
 /* A step can be undone until its end: memory of before that it frees stays in use so long. */
-static rebatch_status run_step(struct course *course, bool may_fail, bool has_pieces)
+static rebatch_status run_step(struct course *course, bool may_fail, bool has_reserve)
 {
     rebatch_scope scope;
     rebatch_status status = rebatch_scope_begin(&scope, course->dry.pool);
     if (!status)
         status = run_microbatches(course, may_fail);
-    if (!status && has_pieces)
+    if (!status && has_reserve)
         status = run_next(course, 0, true);
     return status ? status : rebatch_scope_commit(course->dry.pool, scope);
 }
@@ -102,8 +102,8 @@ static rebatch_status run_training(struct course *course)
 {
     const struct rbi_setting *setting = course->setting;
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < setting->piece_count && !status; i++)
-        status = rebatch_pool_free(course->dry.pool, setting->pieces[i].address);
+    for (size_t i = 0; i < setting->reserve_count && !status; i++)
+        status = rebatch_pool_free(course->dry.pool, setting->reserve[i].address);
     if (!status)
         status = run_step(course, true, true);
     return status ? status : run_step(course, true, false);
@@ -177,7 +177,7 @@ static rebatch_status run_fresh(struct course *course)
         status = course->setting->has_stepped ? keep_older(course)
                                               : rbi_dry_run_first(dry, course->setting->first);
     if (!status)
-        status = make_pieces(course);
+        status = make_reserve(course);
     if (!status)
         status = rbi_dry_hold_outside(dry, course->plan->count);
     if (!status)

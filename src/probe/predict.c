@@ -99,19 +99,19 @@ static rebatch_status predict_with_reserve(rebatch_prediction *out, rebatch *rb,
     struct rbi_setting setting = rbi_probe_setting(rb, least);
     rebatch_status status = read_limit(&out->limit_bytes, setting.pool);
     if (!status)
-        status = rbi_pieces_plan(&setting, reserve_bytes);
+        status = rbi_reserve_plan(&setting, reserve_bytes);
     if (!status)
-        status = rbi_pieces_hold(&setting);
+        status = rbi_reserve_hold(&setting);
     if (status == REBATCH_OOM) {
         out->failing_bytes = reserve_bytes;
         status = rbi_model_peak(&out->peak_bytes, rbi_probe_model(rb), out->size);
         out->peak_bytes += reserve_bytes;
-        rbi_pieces_release(&setting);
+        rbi_reserve_release(&setting);
         return status;
     }
     if (!status)
         status = ask(out, rbi_probe_model(rb), &setting, batch);
-    rbi_pieces_release(&setting);
+    rbi_reserve_release(&setting);
     return status;
 }
 
@@ -133,7 +133,8 @@ static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch
     return status;
 }
 
-bool rbi_predict_fits(void *user, rebatch *rb, size_t size)
+/* For the session; true when it cannot be told. */
+static bool predict_fits(void *user, rebatch *rb, size_t size)
 {
     rebatch_prediction prediction = {.size = size};
     (void)user; /* the session's model */
@@ -172,7 +173,7 @@ rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigne
                                                       .user = own,
                                                       .lighten = lighten,
                                                       .by_cost = by_cost,
-                                                      .fits = rbi_predict_fits});
+                                                      .fits = predict_fits});
     return REBATCH_OK;
 }
 

@@ -189,7 +189,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     rbi_trace_begin(trace, pool, size);
     status = run_callback(rb, count, size);
     const rebatch_status ended = rbi_trace_end(trace, pool, before);
-    *peak_bytes = rbi_pool_peak_since_mark(pool) + rbi_pieces_missing(trials->setting);
+    *peak_bytes = rbi_pool_peak_since_mark(pool) + rbi_reserve_missing(trials->setting);
     const rebatch_status restored = end_trial(trials, scope, sequence);
     if (status && status != REBATCH_OOM)
         return status;
@@ -279,11 +279,11 @@ static rebatch_status search_sizes(struct rbi_search *search, rebatch *rb, size_
         status = rbi_pool_clone(&setting->fresh, &setting->fresh_device, setting->pool);
     if (status)
         return status;
-    status = rbi_pieces_plan(setting, reserve_bytes);
+    status = rbi_reserve_plan(setting, reserve_bytes);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
     status = search_with_reserve(search, rb, reserve_bytes);
-    rbi_pieces_release(setting);
+    rbi_reserve_release(setting);
     return status;
 }
 

@@ -205,7 +205,7 @@ rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size
 
 /* ---- whether it fits (forecast.c) ---- */
 
-struct rbi_piece {
+struct rbi_reserve_block {
     void *address;
     size_t bytes;
 };
@@ -215,8 +215,8 @@ struct rbi_setting {
     rebatch_pool *pool;
     rebatch_stream stream; /* the session's */
     /* Held during the probe for what the first update will take. */
-    struct rbi_piece *pieces;
-    size_t piece_count;
+    struct rbi_reserve_block *reserve;
+    size_t reserve_count;
     size_t least;        /* of all sizes */
     uint32_t runs_left;  /* trials that may yet be run */
     size_t admits_above; /* larger attempts start only when their memory is there */
@@ -234,13 +234,13 @@ struct rbi_setting {
 /* The pieces that `bytes` will be taken in: like the blocks that live now.
  *  @return REBATCH_OK; REBATCH_OOM when there is less, REBATCH_E_HOST_OOM, or what the device says:
  *          there are none */
-rebatch_status rbi_pieces_plan(struct rbi_setting *setting, size_t bytes);
+rebatch_status rbi_reserve_plan(struct rbi_setting *setting, size_t bytes);
 /* Takes them from the pool.
  *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_HOST_OOM, or what the device says: none is held */
-rebatch_status rbi_pieces_hold(struct rbi_setting *setting);
+rebatch_status rbi_reserve_hold(struct rbi_setting *setting);
 /* What those that are not held will add to what lives. */
-uint64_t rbi_pieces_missing(const struct rbi_setting *setting);
-void rbi_pieces_release(struct rbi_setting *setting);
+uint64_t rbi_reserve_missing(const struct rbi_setting *setting);
+void rbi_reserve_release(struct rbi_setting *setting);
 
 /* ---- what is run dry ---- */
 
@@ -331,9 +331,6 @@ const struct rbi_model *rbi_probe_model(const rebatch *rb);
  * then. */
 rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
                                    bool by_cost);
-/* What rebatch_predict() says of a size, for the session's memory model; true when it cannot be
- * told. */
-bool rbi_predict_fits(void *user, rebatch *rb, size_t size);
 /* The session asks a model that is kept elsewhere, until it has another one or none. */
 void rbi_probe_lend(rebatch *rb, struct rbi_model *model);
 /* A session's pool, and how its steps will use it. */

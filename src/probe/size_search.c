@@ -278,7 +278,7 @@ static rebatch_status run_sizes(struct rbi_search *s)
         status = try_size(s, s->least);
     }
     if (!status && s->fits > 0)
-        status = rbi_pieces_hold(&s->setting);
+        status = rbi_reserve_hold(&s->setting);
     while (!status && !(status = rbi_search_next(&next, s)) && next) {
         rbi_assert(next <= s->most);
         status = rbi_search_prepare(s, next);

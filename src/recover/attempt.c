@@ -58,14 +58,15 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
 
 /* ---- scopes ---- */
 
-rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out)
-{
-    return rbi_scope_open_phase(rb, out, 0);
-}
-
-rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key)
+/* The pool is told of the phase `key`; the callback's end ends it. */
+static rebatch_status open_phase(rebatch *rb, rebatch_scope *out, uint64_t key)
 {
     return rbi_scope_begin_phase(out, rb->pool, !rbi_is_on(rb->options.reclaim), key);
+}
+
+rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out)
+{
+    return open_phase(rb, out, 0);
 }
 
 /* ---- who declares that it mutates ---- */
@@ -390,7 +391,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
 static rebatch_status open_call(rebatch *rb, struct rbi_call *call, uint64_t key)
 {
     call->error_changes = rbi_error_changes();
-    const rebatch_status status = rbi_scope_open_phase(rb, &call->scope, key);
+    const rebatch_status status = open_phase(rb, &call->scope, key);
     call->pool_ooms = rbi_pool_oom_count(rb->pool);
     return status;
 }
@@ -412,8 +413,8 @@ static void begin(rebatch *rb, const struct rbi_call *which)
                                         .thread = pthread_self(),
                                         .pool_callbacks = rbi_pool_callback_depth()};
     rbi_meter_begin(rb, first_phase_of(which->which));
-    if (rb->drill)
-        rb->drill->callback_begins(rb->drill->user, which->which, which->mb);
+    if (rb->dry_step)
+        rb->dry_step->callback_begins(rb->dry_step->user, which->which, which->mb);
     rb->group.explained[0] = '\0';
     rb->callback.is_running = true;
     if (rb->callback.is_updating && !declares(rb, RBI_OPTIMIZER))
@@ -430,8 +431,8 @@ static void end(rebatch *rb, const struct rbi_call *which, rebatch_status result
     if (!is_fatal(result))
         rb->group.explained[0] = '\0';
     rb->has_declared[which->which] |= rb->callback.has_mutated;
-    if (rb->drill)
-        rb->drill->callback_ended(rb->drill->user, result);
+    if (rb->dry_step)
+        rb->dry_step->callback_ended(rb->dry_step->user, result);
 }
 
 static rebatch_status run(rebatch *rb, const struct rbi_call *which)

@@ -312,7 +312,7 @@ static void note_refusal(rebatch *rb)
  * a check asks for all of them, and counts on the bounds. */
 static bool is_exempt(const rebatch *rb)
 {
-    return rb->run.ooms.failure.is_injected && !rb->drill;
+    return rb->run.ooms.failure.is_injected && !rb->dry_step;
 }
 
 static void count(rebatch *rb, const struct rbi_interrupted *interrupted)

@@ -292,8 +292,6 @@ void rbi_resize_begin_step(rebatch *rb);
 /* How many of their bytes are beyond the pool's limit, which was lowered, where there may be
  * smaller ones; else 0. */
 uint64_t rbi_resize_excess(const rebatch *rb);
-/* Takes back those that are there, and calls resize. */
-rebatch_status rbi_resize_to(rebatch *rb, size_t size);
 /* The samples that the buffers in force are for: those that are there, or that resize is to be
  * called for next; 0: the function has none that another size would change. */
 size_t rbi_resize_size(const rebatch *rb);
@@ -721,7 +719,7 @@ struct rebatch {
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
     struct rbi_log log;
-    const struct rbi_drill_watch *drill; /* NULL: no drill runs */
+    const struct rbi_dry_step_watch *dry_step; /* NULL: no dry step runs */
     struct rbi_group group;
 
     /* of steps and maps */

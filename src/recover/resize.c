@@ -85,7 +85,8 @@ void rbi_resize_release(rebatch *rb)
     rb->buffers = (struct rbi_buffers){0};
 }
 
-rebatch_status rbi_resize_to(rebatch *rb, size_t size)
+/* Takes back those that are there, and calls resize. */
+static rebatch_status resize_to(rebatch *rb, size_t size)
 {
     if (!rb->run.ops->resize)
         return REBATCH_OK;
@@ -117,7 +118,7 @@ rebatch_status rbi_resize_ready(rebatch *rb)
 {
     rbi_cut_survey(rb);
     if (is_due(rb))
-        return rbi_resize_to(rb, due_size(rb));
+        return resize_to(rb, due_size(rb));
     if (rb->run.ops->resize && rb->run.samples_callback != RBI_MAP)
         rb->buffers.is_of_map = false; /* a step has taken them over */
     return REBATCH_OK;
@@ -133,7 +134,7 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
                                    .stream = rb->options.stream,
                                    .rank_batch = rb->run.batch};
     rb->run.cut.size = size;
-    rebatch_status status = rbi_resize_to(rb, count);
+    rebatch_status status = resize_to(rb, count);
     if (!status)
         status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
     if (rb->run.ops->resize)

@@ -177,8 +177,6 @@ enum rbi_callback {
 
 /* Opens a scope of what the session runs; one that only counts, where reclaim is off. */
 rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out);
-/* The same, and the pool is told of the phase `key`; the callback's end ends it. */
-rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key);
 
 /* As users know it: "forward_backward". */
 const char *rbi_callback_name(enum rbi_callback which);
@@ -222,10 +220,10 @@ void rbi_step_end(rebatch *rb);
 /* The pool's last OOM since then; where there was none, *out stays. */
 void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb);
 
-/* ---- drills (trial_step.c) ---- */
+/* ---- dry steps (dry_step.c) ---- */
 
-/* A drill runs a step up to its update, again and again, and leaves the session as it was. */
-struct rbi_drill_watch {
+/* A dry step runs a step up to its update, again and again, and leaves the session as it was. */
+struct rbi_dry_step_watch {
     /* Around every callback; `mb` is that of forward_backward, else NULL. */
     void (*callback_begins)(void *user, enum rbi_callback which, const rebatch_microbatch *mb);
     void (*callback_ended)(void *user, rebatch_status result);
@@ -234,35 +232,36 @@ struct rbi_drill_watch {
     void *user;
 };
 /* What it puts back in the end. */
-struct rbi_drill {
+struct rbi_dry_step {
     struct rbi_sizes *sizes;
     struct rbi_launch *launch;
     rebatch_on_oom on_oom;
     uint32_t max_attempts, max_ooms_in_row;
     void (*on_event)(const rebatch_event *event, void *user);
     rebatch_log_level log_level;
-    struct rbi_drill_watch watch;
+    struct rbi_dry_step_watch watch;
 };
 /* `ops` must outlive it. Its runs learn sizes of their own, and report no events.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
-rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebatch_step_ops *ops,
-                               size_t batch, void *user, const struct rbi_drill_watch *watch);
+rebatch_status rbi_dry_step_begin(struct rbi_dry_step *dry_step, rebatch *rb,
+                                  const rebatch_step_ops *ops, size_t batch, void *user,
+                                  const struct rbi_dry_step_watch *watch);
 /* zero_grad, and all samples in micro-batches of at most `size`. What it did stays until
- * rbi_drill_undo(). *ran is the size of the largest; less than `size` after an OOM. */
-rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran);
+ * rbi_dry_step_undo(). *ran is the size of the largest; less than `size` after an OOM. */
+rebatch_status rbi_dry_step_run(rebatch *rb, size_t size, size_t *ran);
 /* zero_grad, and these micro-batches as parts of a batch of that size, without recovery. */
 struct rbi_part {
     size_t first, count;
 };
-rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
-                                   size_t batch);
-/* optimizer_step after rbi_drill_run(), for good: the next run is of the step that follows. */
-rebatch_status rbi_drill_update(rebatch *rb);
+rebatch_status rbi_dry_step_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
+                                      size_t batch);
+/* optimizer_step after rbi_dry_step_run(), for good: the next run is of the step that follows. */
+rebatch_status rbi_dry_step_update(rebatch *rb);
 /* Takes back what the last run allocated and freed, and puts guarded state back. */
-rebatch_status rbi_drill_undo(rebatch *rb);
+rebatch_status rbi_dry_step_undo(rebatch *rb);
 /* Takes back what resize allocated: the next run calls it. */
-void rbi_drill_release(rebatch *rb);
-void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);
+void rbi_dry_step_release(rebatch *rb);
+void rbi_dry_step_end(struct rbi_dry_step *dry_step, rebatch *rb);
 
 /* ---- what the program names (watch.c) ---- */
 

@@ -104,14 +104,14 @@ static void open_bed(struct bed *bed, const struct training *is)
     make_model(bed);
     cr_assert_eq(bed->model.keeps, is->keeps);
     if (is->moments) {
-        cr_assert_eq(rbi_pieces_plan(&bed->setting, MIB(is->moments)), REBATCH_OK);
-        cr_assert_eq(rbi_pieces_hold(&bed->setting), REBATCH_OK);
+        cr_assert_eq(rbi_reserve_plan(&bed->setting, MIB(is->moments)), REBATCH_OK);
+        cr_assert_eq(rbi_reserve_hold(&bed->setting), REBATCH_OK);
     }
 }
 
 static void close_bed(struct bed *bed)
 {
-    rbi_pieces_release(&bed->setting);
+    rbi_reserve_release(&bed->setting);
     rbi_model_release(&bed->model);
     rbi_trace_release(&bed->traces[0]);
     rbi_trace_release(&bed->traces[1]);

@@ -1,42 +1,43 @@
-/* Owns drills: runs of a step up to its update, which leave the session as it was.
+/* Owns dry steps: runs of a step up to its update, which leave the session as it was.
  * Must not know what they are for. */
 #include "recover/recover.h"
 
-static void forget_saved(struct rbi_drill *drill)
+static void forget_saved(struct rbi_dry_step *dry_step)
 {
-    rbi_heap_free(drill->sizes);
-    rbi_heap_free(drill->launch);
-    *drill = (struct rbi_drill){0};
+    rbi_heap_free(dry_step->sizes);
+    rbi_heap_free(dry_step->launch);
+    *dry_step = (struct rbi_dry_step){0};
 }
 
-rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebatch_step_ops *ops,
-                               size_t batch, void *user, const struct rbi_drill_watch *watch)
+rebatch_status rbi_dry_step_begin(struct rbi_dry_step *dry_step, rebatch *rb,
+                                  const rebatch_step_ops *ops, size_t batch, void *user,
+                                  const struct rbi_dry_step_watch *watch)
 {
-    rbi_assert(!rb->drill && !rb->run.ops);
-    *drill = (struct rbi_drill){.watch = *watch,
-                                .on_oom = rb->options.on_oom,
-                                .max_attempts = rb->options.max_attempts,
-                                .max_ooms_in_row = rb->options.max_ooms_in_row,
-                                .on_event = rb->options.on_event,
-                                .log_level = rb->log.level};
-    drill->sizes = rbi_heap_calloc(1, sizeof *drill->sizes);
-    drill->launch = rbi_heap_calloc(1, sizeof *drill->launch);
-    if (!drill->sizes || !drill->launch) {
-        forget_saved(drill);
+    rbi_assert(!rb->dry_step && !rb->run.ops);
+    *dry_step = (struct rbi_dry_step){.watch = *watch,
+                                      .on_oom = rb->options.on_oom,
+                                      .max_attempts = rb->options.max_attempts,
+                                      .max_ooms_in_row = rb->options.max_ooms_in_row,
+                                      .on_event = rb->options.on_event,
+                                      .log_level = rb->log.level};
+    dry_step->sizes = rbi_heap_calloc(1, sizeof *dry_step->sizes);
+    dry_step->launch = rbi_heap_calloc(1, sizeof *dry_step->launch);
+    if (!dry_step->sizes || !dry_step->launch) {
+        forget_saved(dry_step);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     }
-    *drill->sizes = rb->sizes;
-    *drill->launch = rb->launch;
+    *dry_step->sizes = rb->sizes;
+    *dry_step->launch = rb->launch;
     rb->sizes = (struct rbi_sizes){0};
     rbi_sizes_init(&rb->sizes, &rb->options);
-    rb->launch =
-        (struct rbi_launch){.has_injected = drill->watch.has_injected, .user = drill->watch.user};
+    rb->launch = (struct rbi_launch){.has_injected = dry_step->watch.has_injected,
+                                     .user = dry_step->watch.user};
     rb->options.on_oom = REBATCH_ON_OOM_HALVE;
     rb->options.max_attempts = (uint32_t)rb->failed_room;
     rb->options.max_ooms_in_row = 0;
     rb->options.on_event = NULL;
     rb->log.level = REBATCH_LOG_QUIET;
-    rb->drill = &drill->watch;
+    rb->dry_step = &dry_step->watch;
     rbi_step_begin(rb, ops, batch, user);
     rbi_resize_release(rb); /* its runs make their own */
     return REBATCH_OK;
@@ -44,7 +45,7 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
 
 static rebatch_status begin_run(rebatch *rb, size_t size)
 {
-    rbi_assert(rb->drill && rb->run.ops && size > 0);
+    rbi_assert(rb->dry_step && rb->run.ops && size > 0);
     rb->sizes.micro = size;
     rb->sizes.budget = SIZE_MAX;
     rb->sizes.has_budget = true;
@@ -60,7 +61,7 @@ static rebatch_status wait_for_it(const rebatch *rb, rebatch_status status)
     return status ? status : waited;
 }
 
-rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
+rebatch_status rbi_dry_step_run(rebatch *rb, size_t size, size_t *ran)
 {
     *ran = 0;
     rebatch_status status = begin_run(rb, size);
@@ -84,8 +85,8 @@ static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
     return status ? status : rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
 }
 
-rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
-                                   size_t batch)
+rebatch_status rbi_dry_step_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
+                                      size_t batch)
 {
     rebatch_microbatch mb = {.step = rb->step,
                              .batch = batch,
@@ -104,7 +105,7 @@ rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, si
     return wait_for_it(rb, status);
 }
 
-rebatch_status rbi_drill_update(rebatch *rb)
+rebatch_status rbi_dry_step_update(rebatch *rb)
 {
     const rebatch_status status = rbi_update_run(rb);
     if (!status) {
@@ -114,28 +115,28 @@ rebatch_status rbi_drill_update(rebatch *rb)
     return wait_for_it(rb, status);
 }
 
-rebatch_status rbi_drill_undo(rebatch *rb)
+rebatch_status rbi_dry_step_undo(rebatch *rb)
 {
     return rbi_step_undo(rb);
 }
 
-void rbi_drill_release(rebatch *rb)
+void rbi_dry_step_release(rebatch *rb)
 {
     rbi_resize_release(rb);
 }
 
-void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)
+void rbi_dry_step_end(struct rbi_dry_step *dry_step, rebatch *rb)
 {
-    rbi_assert(rb->drill == &drill->watch);
+    rbi_assert(rb->dry_step == &dry_step->watch);
     rbi_resize_release(rb);
-    rb->sizes = *drill->sizes;
-    rb->launch = *drill->launch;
-    rb->options.on_oom = drill->on_oom;
-    rb->options.max_attempts = drill->max_attempts;
-    rb->options.max_ooms_in_row = drill->max_ooms_in_row;
-    rb->options.on_event = drill->on_event;
-    rb->log.level = drill->log_level;
-    rb->drill = NULL;
+    rb->sizes = *dry_step->sizes;
+    rb->launch = *dry_step->launch;
+    rb->options.on_oom = dry_step->on_oom;
+    rb->options.max_attempts = dry_step->max_attempts;
+    rb->options.max_ooms_in_row = dry_step->max_ooms_in_row;
+    rb->options.on_event = dry_step->on_event;
+    rb->log.level = dry_step->log_level;
+    rb->dry_step = NULL;
     rbi_step_end(rb);
-    forget_saved(drill);
+    forget_saved(dry_step);
 }

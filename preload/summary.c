@@ -1,4 +1,4 @@
-/* Owns the sentence about a program's allocations.
+/* Owns what is said of a program's allocations.
  * Must not know how it reaches people. */
 #include <inttypes.h>
 
