@@ -164,8 +164,7 @@ Test(cli_config, show_can_be_loaded)
     cr_assert(rebatch_config_load(&file, "shown.cfg") == REBATCH_OK, "%s", rebatch_last_error());
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
         const char *key = rbi_settings[i].key;
-        cr_expect(strcmp(config_value(variables, key, NULL),
-                         config_value(file, key, NULL)) == 0,
+        cr_expect(strcmp(config_value(variables, key, NULL), config_value(file, key, NULL)) == 0,
                   "%s", key);
     }
     rebatch_config_free(variables);
@@ -236,8 +235,7 @@ Test(cli_config, wrong_usage)
 Test(cli_config, a_full_disk)
 {
     static const char *const ways[] = {"config show >/dev/full", "config example >/dev/full",
-                                       "--version >/dev/full",
-                                       "--help >/dev/full"};
+                                       "--version >/dev/full", "--help >/dev/full"};
     static const char complaint[] = "rebatch: cannot write the output";
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         AUTO_DONE(full) = run(ways[i]);

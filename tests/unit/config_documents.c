@@ -70,8 +70,8 @@ Test(config_documents, example_loads_to_all_defaults)
     cr_assert(rebatch_config_load(&defaults, NULL) == REBATCH_OK);
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
         const char *key = rbi_settings[i].key, *origin;
-        cr_expect(strcmp(config_value(example, key, &origin),
-                         config_value(defaults, key, NULL)) == 0,
+        cr_expect(strcmp(config_value(example, key, &origin), config_value(defaults, key, NULL)) ==
+                      0,
                   "%s", key);
         cr_expect(strncmp(origin, "example.cfg:", 12) == 0, "%s comes from %s", key, origin);
     }

@@ -61,8 +61,8 @@ bool count_free(struct count *count, struct counted *block)
 void count_begin(struct count *count, rebatch_pool *pool)
 {
     if (count->depth < COUNT_DEPTH)
-        count->scopes[count->depth++] = (struct count_scope){
-            begin(pool), count->sequence, (int64_t)count->want.live_bytes, 0};
+        count->scopes[count->depth++] =
+            (struct count_scope){begin(pool), count->sequence, (int64_t)count->want.live_bytes, 0};
 }
 
 void count_commit(struct count *count, rebatch_pool *pool)
