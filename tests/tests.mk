@@ -31,7 +31,7 @@ $(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
 	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE_CXX) -MMD -MP -c -o $@ $<
 
 # What of the preloaded library takes no function of others is tested within the program.
-$(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/preload/,holdings.o record.o sentence.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+$(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/preload/,holdings.o record.o summary.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
 
