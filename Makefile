@@ -5,8 +5,8 @@ CXX = c++
 SAN =
 CHECK =
 
-VARIANT := $(if $(CHECK),check,$(if $(SAN),debug-$(SAN),release))
-BUILD := build/$(VARIANT)
+VARIANT := $(subst $() ,-,$(strip $(if $(CHECK),check) $(if $(SAN),debug-$(SAN))))
+BUILD := build/$(or $(VARIANT),release)
 
 # gcc's UBSan, where it is shared and beside ASan, does not write where its options say.
 SANITIZE := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer \

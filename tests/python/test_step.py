@@ -100,7 +100,7 @@ def test_an_oom_at_every_operation_changes_no_bit(kind, gradients):
     torn = 0
     count = operations(kind)
     assert count > 50
-    for n in range(1, count + 1, 1 if kind == "mlp" else 5):
+    for n in range(1, count + 1, 1 if kind == "mlp" else 11):
         try:
             state, _, step = train(kind, fail_at=n, lighten=[lambda on: None], **options)
         except rebatch.Torn:

@@ -144,9 +144,10 @@ def test_without_an_oom_training_is_that_of_a_plain_trainer(tmp_path, make, data
         assert logged(trainer, name) == logged(plain, name)
 
 
-@pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("options", TRAINERS, ids=str)
-@pytest.mark.parametrize("make, data", ((gpt, sentences), (bert, classes)))
+@pytest.mark.parametrize(
+    "make, data, where", ((gpt, sentences, "backward"), (bert, classes, "forward"))
+)
 def test_an_oom_leads_to_the_bits_of_a_run_that_started_smaller(
     tmp_path, make, data, options, where
 ):
@@ -333,11 +334,11 @@ def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(rebatch.transformers, "Backward", FailsIn)
     expected, _ = run(0)
     failures = 0
-    for n in range(1, 380, 16):
+    for n in range(1, 380, 31):
         state, failed = run(n)
         failures += failed
         assert same_bits(state, expected), f"operation {n}"
-    assert failures > 20
+    assert failures > 10
 
 
 @pytest.mark.parametrize("norm", (0.1, 0.0))

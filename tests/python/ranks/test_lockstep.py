@@ -49,7 +49,7 @@ def test_a_step_with_replicas_is_that_of_one_process(is_low):
 @pytest.mark.parametrize("is_on_all, is_low", [(False, False), (True, True)])
 @pytest.mark.parametrize("failing_step", (0, 1))
 def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_step):
-    found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1 + failing_step, 9)
+    found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1 + failing_step, 19)
     for its in found:
         assert its["wrong"] == its["errors"] == []
         assert its["count"] > 50
@@ -70,7 +70,7 @@ def test_an_oom_at_every_operation_with_replicas_changes_no_bit(is_on_all, is_lo
 
 
 def test_an_oom_where_a_sample_joins_its_neighbour_for_batch_norm_changes_no_bit():
-    for its in run("pairs", 17):
+    for its in run("pairs", 31):
         assert its["wrong"] == its["errors"] == []
         assert its["count"] > 50
 
@@ -131,7 +131,7 @@ def test_what_fits_no_sample_in_lockstep_sums_gradients_in_host_memory():
 
 @pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
 def test_an_oom_at_every_operation_of_a_change_changes_no_bit(is_on_all, failing_step):
-    for its in run("ooms_at_changes", is_on_all, failing_step, 9):
+    for its in run("ooms_at_changes", is_on_all, failing_step, 19):
         assert its["wrong"] == its["errors"] == []
         assert its["count"] > 50
 
