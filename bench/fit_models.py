@@ -47,8 +47,8 @@ def in_bfloat16(loss):
 
     @functools.wraps(loss)
     def cast(model, samples):
-        device = next(model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        is_on_gpu = next(model.parameters()).is_cuda
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_on_gpu):
             return loss(model, samples)
 
     return cast
@@ -479,7 +479,9 @@ def electra(device):
 
 @held_out
 def swin(device):
-    config = transformers.SwinConfig(embed_dim=64, depths=[2, 2, 4, 2], num_labels=100)
+    config = transformers.SwinConfig(
+        embed_dim=64, depths=[2, 2, 4, 2], num_heads=[2, 4, 8, 16], num_labels=100
+    )
     model = transformers.SwinForImageClassification(config)
     return classifier(model, fused, 224, device, in_bfloat16(classify_images))
 
@@ -510,9 +512,11 @@ def gru(device):
     return language_model(model, fused, 4000, 201, device, in_bfloat16(next_word))
 
 
-def train(name, samples, steps, device):
+def train(name, samples, steps, device, is_installed):
     import rebatch.torch as rebatch
 
+    if is_installed:
+        rebatch.install()
     torch.manual_seed(0)
     made = MODELS[name](device)
     step = rebatch.Step(made.model, made.optimizer, made.loss)
@@ -526,12 +530,13 @@ def main():
     parser.add_argument("name", nargs="?", choices=MODELS)
     parser.add_argument("--samples", type=int, default=8, help="in a batch; default: 8")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--install", action="store_true", help="with rebatch's pool")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     if given.name is None:
         print("\n".join(f"{name}{' (held out)' * (name in HELD_OUT)}" for name in MODELS))
         return
-    train(given.name, given.samples, given.steps, given.device)
+    train(given.name, given.samples, given.steps, given.device, given.install)
 
 
 if __name__ == "__main__":
