@@ -1,6 +1,7 @@
 """The truth by which `rebatch fit` is judged: for each model of fit_models.py, cap and way, the
-largest micro-batch that a plain training runs on a GPU. Three steps without an OOM count, of which
-the first makes the optimizer's state. Nothing recovers: there is no Step.
+largest micro-batch that a training runs on a GPU. Three steps without an OOM count, of which the
+first makes the optimizer's state. Nothing recovers. The training is a plain loop, or with
+`--trainer step` a Step that stops at an OOM.
 
     python3 bench/fit_truth.py --output truth.json                  # 16 models, 3 caps, 2 ways
     python3 bench/fit_truth.py --output truth.json --models held-out --start fit.json
@@ -63,11 +64,12 @@ class Process:
 class Tried:
     """A model that is trained again and again, each time as if it were the first."""
 
-    def __init__(self, name, process):
+    def __init__(self, name, process, trainer):
         import fit_models
 
         torch.manual_seed(0)
         self.process = process
+        self.update = {"plain": self._plain, "step": self._step}[trainer]
         self.made = fit_models.MODELS[name]("cuda")
 
     def run(self, samples, cap=0):
@@ -104,19 +106,31 @@ class Tried:
     def _train(self, samples):
         from rebatch.torch import is_oom
 
-        model, optimizer, batch, loss = self.made
         try:
-            drawn = batch(samples)
-            for _ in range(STEPS):
-                optimizer.zero_grad(set_to_none=True)
-                loss(model, drawn).backward()
-                optimizer.step()
+            drawn = self.made.batch(samples)
+            self.update(drawn, samples)
             torch.cuda.synchronize()
         except Exception as error:
             if not is_oom(error):
                 raise
             return False
         return True
+
+    def _plain(self, drawn, samples):
+        model, optimizer, _, loss = self.made
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss(model, drawn).backward()
+            optimizer.step()
+
+    def _step(self, drawn, samples):
+        import rebatch.torch as rebatch
+
+        model, optimizer, _, loss = self.made
+        kept = {"on_oom": "stop", "growth": False, "admission": False, "log_level": "quiet"}
+        step = rebatch.Step(model, optimizer, loss, micro_start=samples, **kept)
+        for _ in range(STEPS):
+            step(drawn)
 
 
 def small_sizes(tried):
@@ -197,7 +211,7 @@ def work(name, way):
         fit_models.MODELS[name]("meta")  # which imports what the model needs
     print(json.dumps({"ready": name}), flush=True)
     turn = json.loads(sys.stdin.readline())
-    tried = Tried(name, Process(way, turn["free_before"]))
+    tried = Tried(name, Process(way, turn["free_before"]), turn["trainer"])
     if turn["samples"]:  # a fresh process, whose cap is the card's free memory
         print(json.dumps(tried.run(turn["samples"])), flush=True)
         return
@@ -234,9 +248,14 @@ class Child:
         for line in self.process.stderr:
             self.said = [*self.said[-20:], line.rstrip()]
 
-    def answers(self, **turn):
+    def answers(self, free_before, trainer, samples=0, starts=()):
         """Gives the child its turn, and yields what it measures."""
-        turn = {"free_before": 0, "samples": 0, "starts": {}, **turn}
+        turn = {
+            "free_before": free_before,
+            "trainer": trainer,
+            "samples": samples,
+            "starts": dict(starts),
+        }
         if self._line() is not None:
             self.process.stdin.write(json.dumps(turn) + "\n")
             self.process.stdin.flush()
@@ -267,8 +286,12 @@ class Results:
             self.content[kind] = [row for row in self.content[kind] if "error" not in row]
         self.rows, self.confirmed = self.content["rows"], self.content["confirmed"]
 
-    def describe(self):
+    def describe(self, trainer):
+        """Says what is measured on what. A file has the rows of one trainer."""
         import transformers
+
+        if self.content.setdefault("trainer", trainer) != trainer:
+            sys.exit(f"{self.path} has rows of --trainer {self.content['trainer']}, not {trainer}")
 
         free, total = torch.cuda.mem_get_info()
         self.content.update(
@@ -328,7 +351,7 @@ def measure(results, given, starts, deadline):
         name, way, caps = job
         began = time.monotonic()
         asked = {cap: starts.get((name, way, cap), 0) for cap in caps}
-        for row in child.answers(free_before=free, starts=asked):
+        for row in child.answers(free, given.trainer, starts=asked):
             results.add(results.rows, name, way, row)
         say(f"{name} {way}: {shown(results.rows, name, way)}, {time.monotonic() - began:.1f} s")
 
@@ -360,7 +383,7 @@ def confirm(results, given, deadline):
         row, samples, kind = job
         ballast = hold_all_but(row["cap_bytes"])
         free = torch.cuda.mem_get_info()[0]
-        for answer in child.answers(free_before=free, samples=samples):
+        for answer in child.answers(free, given.trainer, samples=samples):
             answer = {"cap_bytes": row["cap_bytes"], "free_before": free, **answer}
             answer["agrees"] = answer.get("fits") == (kind == "size")
             results.add(results.confirmed, child.name, child.way, answer)
@@ -422,6 +445,7 @@ def parse():
     )
     parser.add_argument("--seconds", type=float, default=480, help="for all; default: 480")
     parser.add_argument("--start", help="a file with sizes to begin at")
+    parser.add_argument("--trainer", choices=("plain", "step"), default="plain")
     parser.add_argument("--ahead", type=int, default=6, help="processes that import meanwhile")
     parser.add_argument("--confirm", type=int, default=4, help="rows tried in fresh processes")
     return parser.parse_args()
@@ -434,7 +458,7 @@ def main():
     given = parse()
     deadline = time.monotonic() + given.seconds
     results = Results(given.output)
-    results.describe()
+    results.describe(given.trainer)
     left = measure(results, given, read_starts(given.start), deadline)
     left += confirm(results, given, deadline) if not left else 0
     say(f"{left} processes were left out: no time" if left else "all is measured")
