@@ -75,8 +75,7 @@ def peers(name, way, rows, gpu):
     """The rows of the peers for a model, which know one allocator."""
     if way != "native":
         return []
-    sizes = {row["size"] for row in rows}
-    sizes = sorted(sizes if len(sizes) > 1 else {1, *sizes})
+    sizes = sorted({row["size"] for row in rows})
     return [
         {"model": name, "way": way, "peer": peer, **row}
         for peer in PEERS
@@ -97,7 +96,7 @@ def peer_rows(answer, rows):
             "cap_bytes": row["cap_bytes"],
             "peak_samples": row["size"],
             "peak_allocated": peaks[row["size"]],
-            # Without a part that grows there is no largest size.
+            # Of one size alone, and of what does not grow, there is no line.
             "size": few + int((row["cap_bytes"] - row["outside_bytes"] - peaks[few]) // each)
             if each > 0
             else None,
