@@ -149,7 +149,7 @@ TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_C
     REBATCH_LOG_LEVEL=quiet
 
 TEST_FLAGS =
-STRIDE = $(if $(SAN)$(CHECK),8,1)
+STRIDE = $(if $(SAN)$(CHECK),11,5)
 test: ## every test (SAN=address,undefined for sanitizers, CHECK=1 for the pool's state)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
