@@ -1,6 +1,6 @@
-"""The check, or the probe, that runs instead of the training: whoever starts the program asks for
-it with REBATCH_CHECK=1 or `rebatch run --check`, and with REBATCH_PROBE_ONLY=1 or `rebatch probe`.
-Must not know how a step is checked or probed."""
+"""The check, the probe or the fit that runs instead of the training: whoever starts the program asks
+for it with REBATCH_CHECK=1 or `rebatch run --check`, with REBATCH_PROBE_ONLY=1 or `rebatch probe`,
+and with `rebatch fit`. Must not know how a step is checked, probed or fitted."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ def probe_if_asked(training: _Training, batch: Any) -> None:
         training.probe(batch)
     except Exception as error:  # before the library's part
         _end(_FAILED, f"{error}\n", "", command)
+
+
+def fit_if_asked(training: Any, batch: Any) -> None:
+    """The same for a fit, on the stand-in for CUDA."""
+    asked = os.environ.pop("REBATCH_FIT", "")
+    if asked:
+        from rebatch.fit.tries import fit_and_exit  # which no training needs
+
+        fit_and_exit(training, batch, asked)
 
 
 def _end(code: int, complaint: str, text: str, command: str) -> None:

@@ -41,7 +41,7 @@ from rebatch.torch.core.arguments import (
     tell_ranks,
 )
 from rebatch.torch.core.callbacks import Callbacks
-from rebatch.torch.core.check_and_exit import check_if_asked, probe_if_asked
+from rebatch.torch.core.check_and_exit import check_if_asked, fit_if_asked, probe_if_asked
 from rebatch.torch.program.program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch.program.update import Update
 from rebatch.torch.ranks.calls import Call
@@ -167,6 +167,7 @@ class Training:
         if not self.report.samples:  # the first batch
             check_if_asked(self, batch)
             probe_if_asked(self, batch)
+            fit_if_asked(self, batch)
         return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
@@ -277,14 +278,18 @@ class Training:
     def _run_as(self, program: Program) -> Tuple[float, int]:
         """Run the batch that runs as that of another program, on this rank alone: the loss, and the
         size of the micro-batches at the end."""
-        running = copy.copy(self.running)
-        running.program, running.has_ranks = program, False
-        running.told = Told(tuple, set, lambda: "")  # the check says what it finds
-        training = Training(running, cuts=FirstCut(is_done=True), number=self.number)
+        training = self.alone(program)
         try:
-            return float(training._run(running.batch)), training.report.micro
+            return float(training._run(self.running.batch)), training.report.micro
         finally:
             training.close()
+
+    def alone(self, program: Program) -> Training:
+        """The training of another program with the same model, on this rank alone."""
+        running = copy.copy(self.running)
+        running.program, running.has_ranks = program, False
+        running.told = Told(tuple, set, lambda: "")  # whoever asks says what is found
+        return Training(running, cuts=FirstCut(is_done=True), number=self.number)
 
     # ---- a checkpoint ----
 

@@ -44,33 +44,6 @@ STANDIN_API int cublasLtCreate(void **out)
     return 0;
 }
 
-STANDIN_API int cudnnCreate(void **out)
-{
-    *out = &handle;
-    return 0;
-}
-
-/* ---- cuDNN's graphs: each question has one answer, and a plan needs a workspace ---- */
-
-STANDIN_API int cudnnBackendCreateDescriptor(int, void **out)
-{
-    *out = &handle;
-    return 0;
-}
-
-STANDIN_API int cudnnBackendGetAttribute(void *, int name, int type, int64_t, int64_t *count,
-                                         void *values)
-{
-    constexpr int INT64 = 3, DESCRIPTOR = 15; /* CUDNN_TYPE_… */
-    constexpr int PLAN_WORKSPACE_SIZE = 402;  /* CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE */
-    constexpr int64_t WORKSPACE_BYTES = 1 << 20;
-    if (type == INT64 && values)
-        *(int64_t *)values = name == PLAN_WORKSPACE_SIZE ? WORKSPACE_BYTES : 0;
-    if (count)
-        *count = type == INT64 || type == DESCRIPTOR;
-    return 0;
-}
-
 /* ---- sizes that cuDNN is asked for, and that the caller has not set before ---- */
 
 STANDIN_API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *, int, int, void *,

@@ -42,6 +42,7 @@ struct state {
     size_t total[GPUS_MOST];
     size_t limit[GPUS_MOST]; /* what this process may use; the rest is as if another used it */
     size_t used[GPUS_MOST];
+    size_t peak[GPUS_MOST]; /* of `used` */
     size_t host_bytes; /* that can still be mapped beside that of a GPU */
     size_t allocations = 0;
     /* How many allocations are still to succeed before one fails, or all do; 0: none fails. */
@@ -63,9 +64,12 @@ struct state {
         const size_t bytes = text ? strtoull(text, nullptr, 10) : (size_t)8 << 30;
         const char *host = getenv("STANDIN_HOST");
         host_bytes = host ? strtoull(host, nullptr, 10) : 0;
+        const char *most = getenv("STANDIN_LIMIT");
+        const size_t limit_bytes = most ? strtoull(most, nullptr, 10) : bytes;
         for (int gpu = 0; gpu < GPUS_MOST; gpu++) {
-            total[gpu] = limit[gpu] = bytes;
-            used[gpu] = 0;
+            total[gpu] = bytes;
+            limit[gpu] = limit_bytes;
+            used[gpu] = peak[gpu] = 0;
         }
     }
 };
@@ -109,6 +113,8 @@ bool take(state &s, size_t bytes, int gpu)
     if (must_fail(s) || s.used[gpu] > s.limit[gpu] || bytes > s.limit[gpu] - s.used[gpu])
         return false;
     s.used[gpu] += bytes;
+    if (s.used[gpu] > s.peak[gpu])
+        s.peak[gpu] = s.used[gpu];
     return true;
 }
 
@@ -398,6 +404,15 @@ code set_access(uintptr_t address, size_t bytes, uint32_t gpus)
     return mprotect((void *)address, bytes, protection) ? INVALID : OK;
 }
 
+size_t fill_most(void)
+{
+    static const size_t most = [] {
+        const char *text = getenv("STANDIN_FILL_MOST");
+        return text ? (size_t)strtoull(text, nullptr, 10) : SIZE_MAX;
+    }();
+    return most;
+}
+
 bool has_host_memory(void)
 {
     static const bool has = getenv("STANDIN_HOST") != nullptr;
@@ -440,6 +455,18 @@ STANDIN_API size_t standin_used(size_t gpu)
     auto &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     return is_gpu((int)gpu) ? s.used[gpu] : 0;
+}
+
+/* The most that was in use at once, since `restart`. */
+STANDIN_API size_t standin_peak(size_t gpu, bool restart)
+{
+    auto &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    if (!is_gpu((int)gpu))
+        return 0;
+    if (restart)
+        s.peak[gpu] = s.used[gpu];
+    return s.peak[gpu];
 }
 
 /* The n-th allocation from now on fails, however much memory is free; 0: none does. */

@@ -42,6 +42,13 @@ STANDIN_API CUresult cuGetProcAddress_v2(const char *name, void **out, int, cuui
     return *out ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
+/* Tables of functions that NVIDIA's own libraries use: there are none, as they learn. */
+STANDIN_API CUresult cuGetExportTable(const void **out, const CUuuid *)
+{
+    *out = nullptr;
+    return CUDA_ERROR_NOT_FOUND;
+}
+
 /* ---- devices ---- */
 
 STANDIN_API CUresult cuDeviceGetCount(int *count)
@@ -145,7 +152,7 @@ STANDIN_API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t
                                      CUstream stream)
 {
     const code result = check_stream(stream);
-    if (!result && !capture_of(stream))
+    if (!result && !capture_of(stream) && bytes <= fill_most())
         memset((void *)to, value, bytes);
     return RESULT(result);
 }
@@ -217,6 +224,51 @@ STANDIN_API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUm
         if (who[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE)
             gpus |= UINT32_C(1) << who[i].location.id;
     return RESULT(set_access((uintptr_t)address, bytes, gpus));
+}
+
+/* ---- kernels that are compiled at run time: they do nothing either ---- */
+
+namespace
+{
+char kernel; /* what a program passes on */
+} // namespace
+
+STANDIN_API CUresult cuLibraryLoadData(CUlibrary *out, const void *, CUjit_option *, void **,
+                                       unsigned, CUlibraryOption *, void **, unsigned)
+{
+    *out = (CUlibrary)&kernel;
+    return CUDA_SUCCESS;
+}
+
+STANDIN_API CUresult cuLibraryGetKernel(CUkernel *out, CUlibrary, const char *)
+{
+    *out = (CUkernel)&kernel;
+    return CUDA_SUCCESS;
+}
+
+STANDIN_API CUresult cuKernelGetFunction(CUfunction *out, CUkernel)
+{
+    *out = (CUfunction)&kernel;
+    return CUDA_SUCCESS;
+}
+
+STANDIN_API CUresult cuModuleLoadDataEx(CUmodule *out, const void *, unsigned, CUjit_option *,
+                                        void **)
+{
+    *out = (CUmodule)&kernel;
+    return CUDA_SUCCESS;
+}
+
+STANDIN_API CUresult cuModuleLoadData(CUmodule *out, const void *)
+{
+    *out = (CUmodule)&kernel;
+    return CUDA_SUCCESS;
+}
+
+STANDIN_API CUresult cuModuleGetFunction(CUfunction *out, CUmodule, const char *)
+{
+    *out = (CUfunction)&kernel;
+    return CUDA_SUCCESS;
 }
 
 /* ---- streams and events ---- */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <string>
 
 #include "standin.h"
 
@@ -13,13 +14,63 @@ namespace standin
 namespace
 {
 
-/* The numbers of an A100, as far as PyTorch and rebatch ask. On later GPUs PyTorch computes
- * attention by graphs of cuDNN, which need cuDNN itself. */
-constexpr int MAJOR = 8, MINOR = 0, PROCESSORS = 108, WARP = 32;
-constexpr int BLOCK_THREADS = 1024, PROCESSOR_THREADS = 2048, REGISTERS = 65536;
-constexpr int SHARED = 49152, SHARED_MOST = 166912, SHARED_PROCESSOR = 167936;
-constexpr int L2_BYTES = 40 << 20, GRID_X = 0x7fffffff, GRID_YZ = 65535;
+/* What differs between cards, as far as PyTorch and rebatch ask. STANDIN_CARD has it as
+ * "name=NVIDIA L4,major=8,minor=9,…", by the names here; what it leaves out is an A100's. */
+struct card {
+    char name[64] = "stand-in for a GPU";
+    int major = 8, minor = 0, processors = 108;
+    int processor_threads = 2048, processor_blocks = 32;
+    int shared_most = 166912, shared_processor = 167936;
+    int l2_bytes = 40 << 20, bus_bits = 5120, clock_khz = 1410000;
+};
 
+void set(card &c, const char *name, const char *value)
+{
+    const struct {
+        const char *name;
+        int *number;
+    } numbers[] = {
+        {"major", &c.major},
+        {"minor", &c.minor},
+        {"processors", &c.processors},
+        {"processor_threads", &c.processor_threads},
+        {"processor_blocks", &c.processor_blocks},
+        {"shared_most", &c.shared_most},
+        {"shared_processor", &c.shared_processor},
+        {"l2_bytes", &c.l2_bytes},
+        {"bus_bits", &c.bus_bits},
+        {"clock_khz", &c.clock_khz},
+    };
+    if (strcmp(name, "name") == 0)
+        snprintf(c.name, sizeof c.name, "%s", value);
+    for (const auto &n : numbers)
+        if (strcmp(name, n.name) == 0)
+            *n.number = atoi(value);
+}
+
+const card &the_card(void)
+{
+    static const card &found = *[] {
+        card *c = new card;
+        const char *text = getenv("STANDIN_CARD");
+        std::string left = text ? text : "";
+        while (!left.empty()) {
+            const size_t end = left.find(',');
+            const std::string pair = left.substr(0, end);
+            const size_t equals = pair.find('=');
+            if (equals != std::string::npos)
+                set(*c, pair.substr(0, equals).c_str(), pair.substr(equals + 1).c_str());
+            left = end == std::string::npos ? "" : left.substr(end + 1);
+        }
+        return c;
+    }();
+    return found;
+}
+
+constexpr int WARP = 32, BLOCK_THREADS = 1024, REGISTERS = 65536, SHARED = 49152;
+constexpr int GRID_X = 0x7fffffff, GRID_YZ = 65535;
+
+/* Those of all cards. */
 const struct {
     int attribute, value;
 } attributes[] = {
@@ -31,25 +82,43 @@ const struct {
     {cudaDevAttrMaxGridDimY, GRID_YZ},
     {cudaDevAttrMaxGridDimZ, GRID_YZ},
     {cudaDevAttrMaxSharedMemoryPerBlock, SHARED},
-    {cudaDevAttrMaxSharedMemoryPerBlockOptin, SHARED_MOST},
-    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, SHARED_PROCESSOR},
     {cudaDevAttrWarpSize, WARP},
     {cudaDevAttrMaxRegistersPerBlock, REGISTERS},
     {cudaDevAttrMaxRegistersPerMultiprocessor, REGISTERS},
-    {cudaDevAttrMultiProcessorCount, PROCESSORS},
-    {cudaDevAttrMaxThreadsPerMultiProcessor, PROCESSOR_THREADS},
-    {cudaDevAttrMaxBlocksPerMultiprocessor, 32},
-    {cudaDevAttrComputeCapabilityMajor, MAJOR},
-    {cudaDevAttrComputeCapabilityMinor, MINOR},
-    {cudaDevAttrL2CacheSize, L2_BYTES},
     {cudaDevAttrTextureAlignment, 512},
-    {cudaDevAttrClockRate, 1410000},
     {cudaDevAttrCanMapHostMemory, 1},
     {cudaDevAttrConcurrentKernels, 1},
     {cudaDevAttrUnifiedAddressing, 1},
     {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
     {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
 };
+
+/* Those of this one. */
+int attribute_of(const card &c, int asked)
+{
+    switch (asked) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+        return c.shared_most;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+        return c.shared_processor;
+    case cudaDevAttrMultiProcessorCount:
+        return c.processors;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+        return c.processor_threads;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+        return c.processor_blocks;
+    case cudaDevAttrComputeCapabilityMajor:
+        return c.major;
+    case cudaDevAttrComputeCapabilityMinor:
+        return c.minor;
+    case cudaDevAttrL2CacheSize:
+        return c.l2_bytes;
+    case cudaDevAttrClockRate:
+        return c.clock_khz;
+    default:
+        return 0;
+    }
+}
 
 /* One for each GPU; their addresses are the contexts of the driver. */
 struct context {
@@ -125,7 +194,7 @@ code attribute(int *value, int asked, int gpu)
 {
     if (!is_gpu(gpu))
         return INVALID;
-    *value = 0;
+    *value = attribute_of(the_card(), asked);
     for (const auto &a : attributes)
         if (a.attribute == asked)
             *value = a.value;
@@ -144,28 +213,29 @@ STANDIN_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int gpu)
 {
     if (!is_gpu(gpu))
         return cudaErrorInvalidDevice;
+    const card &c = the_card();
     size_t free_bytes;
     memset(p, 0, sizeof *p);
-    snprintf(p->name, sizeof p->name, "stand-in for a GPU");
+    snprintf(p->name, sizeof p->name, "%s", c.name);
     memory_info(&free_bytes, &p->totalGlobalMem, gpu);
-    p->major = MAJOR;
-    p->minor = MINOR;
-    p->multiProcessorCount = PROCESSORS;
+    p->major = c.major;
+    p->minor = c.minor;
+    p->multiProcessorCount = c.processors;
     p->warpSize = WARP;
     p->maxThreadsPerBlock = BLOCK_THREADS;
-    p->maxThreadsPerMultiProcessor = PROCESSOR_THREADS;
-    p->maxBlocksPerMultiProcessor = 32;
+    p->maxThreadsPerMultiProcessor = c.processor_threads;
+    p->maxBlocksPerMultiProcessor = c.processor_blocks;
     p->regsPerBlock = p->regsPerMultiprocessor = REGISTERS;
     p->sharedMemPerBlock = SHARED;
-    p->sharedMemPerBlockOptin = SHARED_MOST;
-    p->sharedMemPerMultiprocessor = SHARED_PROCESSOR;
-    p->l2CacheSize = L2_BYTES;
+    p->sharedMemPerBlockOptin = c.shared_most;
+    p->sharedMemPerMultiprocessor = c.shared_processor;
+    p->l2CacheSize = c.l2_bytes;
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = BLOCK_THREADS;
     p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = GRID_X;
     p->maxGridSize[1] = p->maxGridSize[2] = GRID_YZ;
     p->textureAlignment = 512;
-    p->memoryBusWidth = 5120;
+    p->memoryBusWidth = c.bus_bits;
     p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = 1;
     p->pciBusID = gpu;
     p->uuid.bytes[0] = (char)(gpu + 1);
@@ -186,7 +256,7 @@ STANDIN_API CUresult cuDeviceGetName(char *text, int size, CUdevice gpu)
 {
     if (!is_gpu(gpu))
         return CUDA_ERROR_INVALID_DEVICE;
-    snprintf(text, (size_t)size, "stand-in for a GPU");
+    snprintf(text, (size_t)size, "%s", the_card().name);
     return CUDA_SUCCESS;
 }
 

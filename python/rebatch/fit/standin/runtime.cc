@@ -196,17 +196,29 @@ STANDIN_API cudaError_t cudaGetSymbolAddress(void **out, const void *)
 
 /* ---- copies ---- */
 
-STANDIN_API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
+namespace
 {
-    memmove(to, from, bytes);
+
+/* A write within a GPU, of which only those up to STANDIN_FILL_MOST bytes are done. */
+bool is_done(size_t bytes, cudaMemcpyKind kind = cudaMemcpyDeviceToDevice)
+{
+    return kind != cudaMemcpyDeviceToDevice || bytes <= fill_most();
+}
+
+} // namespace
+
+STANDIN_API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
+{
+    if (is_done(bytes, kind))
+        memmove(to, from, bytes);
     return cudaSuccess;
 }
 
-STANDIN_API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind,
-                                        cudaStream_t stream)
+STANDIN_API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
+                                        cudaMemcpyKind kind, cudaStream_t stream)
 {
     const code error = check_stream(stream);
-    if (!error && !capture_of(stream))
+    if (!error && !capture_of(stream) && is_done(bytes, kind))
         memmove(to, from, bytes);
     return result(error);
 }
@@ -214,15 +226,15 @@ STANDIN_API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes
 STANDIN_API cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes,
                                             cudaStream_t stream)
 {
-    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
 STANDIN_API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from,
                                           size_t from_pitch, size_t width, size_t height,
-                                          cudaMemcpyKind, cudaStream_t stream)
+                                          cudaMemcpyKind kind, cudaStream_t stream)
 {
     const code error = check_stream(stream);
-    if (!error && !capture_of(stream))
+    if (!error && !capture_of(stream) && is_done(width * height, kind))
         for (size_t row = 0; row < height; row++)
             memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     return result(error);
@@ -230,14 +242,15 @@ STANDIN_API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void 
 
 STANDIN_API cudaError_t cudaMemset(void *to, int value, size_t bytes)
 {
-    memset(to, value, bytes);
+    if (is_done(bytes))
+        memset(to, value, bytes);
     return cudaSuccess;
 }
 
 STANDIN_API cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
 {
     const code error = check_stream(stream);
-    if (!error && !capture_of(stream))
+    if (!error && !capture_of(stream) && is_done(bytes))
         memset(to, value, bytes);
     return result(error);
 }
@@ -411,31 +424,5 @@ STANDIN_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cuda
 STANDIN_API cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t *, size_t *count)
 {
     *count = 1;
-    return cudaSuccess;
-}
-
-/* ---- kernels: launched without effect; launching is a stub ---- */
-
-STANDIN_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *)
-{
-    memset(out, 0, sizeof *out);
-    out->maxThreadsPerBlock = 1024;
-    out->numRegs = 32;
-    out->ptxVersion = out->binaryVersion = 80;
-    return cudaSuccess;
-}
-
-STANDIN_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *count, const void *, int,
-                                                                      size_t)
-{
-    *count = 2;
-    return cudaSuccess;
-}
-
-STANDIN_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *count,
-                                                                               const void *, int,
-                                                                               size_t, unsigned)
-{
-    *count = 2;
     return cudaSuccess;
 }

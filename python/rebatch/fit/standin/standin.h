@@ -67,6 +67,9 @@ code unpin(void *memory);
 /* Free and total memory of a GPU. */
 void memory_info(size_t *free_bytes, size_t *total_bytes, int gpu);
 
+/* The most bytes that a copy within a GPU, or a memset, changes: STANDIN_FILL_MOST. */
+size_t fill_most(void);
+
 struct owner {
     enum { NOBODY, GPU, PINNED } kind;
     int gpu;

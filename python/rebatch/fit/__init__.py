@@ -1,0 +1,7 @@
+"""The largest micro-batch that fits on a named card, found on a machine without a GPU::
+
+    python3 -m rebatch.fit --gpu "H100 80GB" -- python3 train.py
+
+The program runs unchanged on a stand-in for CUDA, which has memory and no kernels (standin/), up to
+its first Step. There sizes are tried on PyTorch's own allocator (tries.py), and the program ends.
+"""

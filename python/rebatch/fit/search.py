@@ -1,0 +1,78 @@
+"""The search for the largest size that fits, by tries. Must not know what a try runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable
+
+# A size is searched to one in so many; the next larger one may fit too.
+_EXACT = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes that a search may name: multiples of `step` from `smallest` to `largest`."""
+
+    smallest: int = 1
+    largest: int = 1 << 20
+    step: int = 1
+
+    def at_most(self, size: float) -> int:
+        """The largest of them up to `size`, or the smallest."""
+        size = int(min(size, self.largest))
+        return max(size // self.step * self.step, self.first)
+
+    @property
+    def first(self) -> int:
+        """The smallest."""
+        return -(-max(self.smallest, 1) // self.step) * self.step
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Peaks in bytes: `fixed`, and `each` for a sample."""
+
+    fixed: float
+    each: float
+
+    def meets(self, room: int) -> float:
+        """The size whose peak is as much as the room."""
+        return (room - self.fixed) / self.each if self.each > 0 else float("inf")
+
+
+def line_of(peak_at: Callable[[int], int], sizes: Sizes) -> Line:
+    """The line on which peaks lie, of small sizes. With few samples the peak may be where the
+    optimizer steps, whatever their number; at the half of a size that needs twice that it is not."""
+    seen = [(sizes.first, peak_at(sizes.first))]
+    while len(seen) < 2 or seen[-1][1] < 2 * seen[0][1]:
+        size = sizes.at_most(seen[-1][0] * 4)
+        if size == seen[-1][0]:
+            break
+        seen.append((size, peak_at(size)))
+    (first, low), (second, high) = seen[-2], seen[-1]
+    each = (high - low) / (second - first) if second > first else 0.0
+    return Line(low - each * first, each)
+
+
+def largest_size(fits: Callable[[int], bool], sizes: Sizes, start: int) -> tuple[int, int]:
+    """The largest size that fits, and the smallest one that was seen not to; 0: none. From `start`
+    on each step is twice the last until a size fits and one does not, which are then halved."""
+    size = start
+    step = max(sizes.step, start // 100 // sizes.step * sizes.step)
+    low = high = 0
+    while True:
+        if fits(size):
+            low = size
+        else:
+            high = size
+        if high == sizes.first or low == sizes.at_most(sizes.largest):
+            return low, high
+        if low and high:
+            if high - low <= max(sizes.step, low // _EXACT):
+                return low, high
+            size = sizes.at_most((low + high) / 2)
+            if size == low:  # not all sizes between are multiples
+                return low, high
+        else:
+            size = sizes.at_most(low + step if low else high - step)
+            step *= 2

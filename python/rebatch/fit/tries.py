@@ -1,0 +1,348 @@
+"""In the program, on the stand-in for CUDA: which sizes fit. Each is tried in a copy of the process
+(fork), which trains for three updates as the program would and ends; so each try begins where the
+program is at its first Step. Must not know cards."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, Optional, Protocol
+
+import torch
+
+from rebatch.fit.search import Line, Sizes, largest_size, line_of
+
+# The first makes the optimizer's state, and the others run beside it.
+_UPDATES = 3
+_DONE, _FAILED = 0, 1
+
+
+class FitError(Exception):
+    """There is no answer; the message says why."""
+
+
+class _Training(Protocol):
+    """What is used of a Step's training."""
+
+    program: Any
+    running: Any
+    ranks: Any
+    callbacks: Any
+    report: Any
+
+    def alone(self, program: Any, /) -> Any: ...
+
+
+def _standin() -> Any:
+    """The functions by which the stand-in is controlled."""
+    library = ctypes.CDLL("libcuda.so.1")
+    try:
+        library.standin_set_memory.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+        library.standin_set_memory.restype = None
+        library.standin_peak.argtypes = [ctypes.c_size_t, ctypes.c_bool]
+        library.standin_peak.restype = ctypes.c_size_t
+        library.standin_kernels.argtypes, library.standin_kernels.restype = [], ctypes.c_size_t
+    except AttributeError:
+        raise FitError("rebatch: libcuda.so.1 is a GPU's driver: expected the stand-in") from None
+    return library
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A size that was tried. Memory is in bytes."""
+
+    samples: int
+    fits: bool
+    peak: int = 0  # in use, of PyTorch's allocator
+    reserved: int = 0  # held by it
+    kernels: int = 0  # that were loaded
+    held: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak, by what holds it
+    why: str = ""  # it does not fit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    size: int
+    room: int  # bytes that the allocator may hold
+    level: int = 0  # of `lighten`
+
+
+# ---- in a copy of the process ----
+
+
+class _Attempt:
+    """A training of some updates in micro-batches of one size."""
+
+    def __init__(self, training: _Training, batch: Any, samples: int, size: int, level: int):
+        self._samples, self._size = samples, size
+        program = training.program
+        options = dict(program.options)
+        for name in ("micro_allowed", "micro_multiple_of", "learn", "log_file"):
+            options.pop(name, None)
+        options.update(
+            micro_start=size,
+            micro_smallest=0,
+            micro_largest=size,
+            on_oom="stop",
+            growth=False,
+            admission=False,
+            log_level="quiet",
+        )
+        self._cut = program.cut
+        self._training = training.alone(
+            dataclasses.replace(program, options=options, cost=None, on_event=None)
+        )
+        if level:
+            self._training.callbacks.rungs.wanted = level
+        self._batch = self._batch_of(batch)
+
+    def _batch_of(self, batch: Any) -> Any:
+        """Some micro-batches of the program's batch; or one larger than it, in its place."""
+        size, samples = self._size, self._samples
+        if size == samples:
+            return batch
+        if size < samples:
+            return self._cut.part(batch, 0, min(samples, _UPDATES * size), samples)
+        whole, rest = divmod(size, samples)
+        spans = [(0, samples)] * whole + [(0, rest)] * bool(rest)
+        larger = self._cut.arranged(batch, spans, samples)
+        for tensor in _device_tensors(batch):  # the other one is in its place
+            tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+        return larger
+
+    def run(self) -> Tried:
+        """Raises what the program raises, but for OOMs."""
+        from rebatch.torch.session.oom import is_oom
+
+        peak, device = 0, self._training.program.device
+        try:
+            for _ in range(_UPDATES):
+                self._training._run(self._batch)
+                report = self._training.report
+                if report.ooms:
+                    return Tried(self._size, False)
+                peak = max(peak, report.peak_bytes)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            return Tried(self._size, False, why=_first_line(error))
+        library = _standin()
+        return Tried(
+            self._size,
+            True,
+            peak=max(peak, torch.cuda.max_memory_allocated(device)),
+            reserved=library.standin_peak(device.index or 0, False),
+            kernels=library.standin_kernels(),
+            held=self._held(device),
+        )
+
+    def _held(self, device: torch.device) -> dict[str, int]:
+        """What stays between two updates, by kind."""
+        from rebatch.torch.batches.cut import batch_tensors
+
+        program = self._training.program
+        parameters = [p for p in program.modules.parameters() if p.device == device]
+        states = [
+            value
+            for optimizer in program.update.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.device == device
+        ]
+        buffers = [b for b in program.modules.buffers() if b.device == device]
+        batch = [t for _, t in batch_tensors(self._batch) if t.device == device]
+        return {
+            "parameters": _bytes_of([*parameters, *buffers]),
+            "gradients": _bytes_of([p for p in parameters if p.requires_grad]),
+            "optimizer": _bytes_of(states),
+            "batch": _bytes_of(batch),
+        }
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    """What they occupy: storages in blocks of the allocator."""
+    storages = {}
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storages[storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
+    return sum(storages.values())
+
+
+def _device_tensors(batch: Any) -> list[torch.Tensor]:
+    from rebatch.torch.batches.cut import batch_tensors
+
+    return [tensor for _, tensor in batch_tensors(batch) if tensor.is_cuda]
+
+
+def _work(training: _Training, batch: Any, samples: int, request: _Request) -> Tried:
+    """A try, in this process."""
+    library = _standin()
+    device = training.program.device
+    library.standin_set_memory(device.index or 0, request.room)
+    attempt = _Attempt(training, batch, samples, request.size, request.level)
+    library.standin_peak(device.index or 0, True)
+    torch.cuda.reset_peak_memory_stats(device)
+    return attempt.run()
+
+
+# ---- in the program's process ----
+
+
+def _become_copy() -> None:
+    """After a fork: the stand-in has no driver that would mind, and no other thread is left."""
+    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+
+
+def _try_in_copy(training: _Training, batch: Any, samples: int, request: _Request) -> Tried:
+    """A try in a copy of this process. Raises FitError."""
+    end, write_end = os.pipe()
+    copy = os.fork()
+    if copy == 0:
+        code = 1
+        try:
+            os.close(end)
+            _become_copy()
+            answer: Any = dataclasses.asdict(_work(training, batch, samples, request))
+            code = 0
+        except BaseException:
+            answer = traceback.format_exc()
+        finally:
+            with os.fdopen(write_end, "w") as file:
+                json.dump(answer, file)
+            os._exit(code)
+    os.close(write_end)
+    with os.fdopen(end) as file:
+        text = file.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+    if status == 0:
+        return Tried(**json.loads(text))
+    if status < 0 or not text:
+        raise FitError(
+            f"rebatch: a micro-batch of {request.size} ended by signal {-status}: expected a "
+            "training that runs on the stand-in for CUDA"
+        )
+    said = json.loads(text)
+    sys.stderr.write(said)
+    raise FitError(
+        f"rebatch: a micro-batch of {request.size} failed: {said.strip().splitlines()[-1]}; "
+        "kernels compute nothing here, so numbers on the GPU are 0"
+    )
+
+
+@dataclasses.dataclass
+class Row:
+    """What was found for a room: the largest size that fits, and the next one."""
+
+    room: int
+    best: Optional[Tried]
+    next: Optional[Tried]  # with as much memory as it asks for
+    tries: int = 0
+
+
+# More than any card has: what a size takes without a limit.
+_UNLIMITED = 1 << 50
+
+
+class Search:
+    """Finds the rows of a training, whose tries it remembers."""
+
+    def __init__(self, training: _Training, batch: Any):
+        self._training, self._batch = training, batch
+        self._cut = training.program.cut
+        self.samples: int = self._cut.length(batch)
+
+    def sizes(self) -> Sizes:
+        """Those that the options allow, and of which there can be a batch."""
+        program = self._training.program
+        limits = {} if program.cost else program.limits
+        is_own_type = self._cut.arranged(self._batch, [(0, 1)], self.samples) is None
+        return Sizes(
+            smallest=limits.get("micro_smallest") or 1,
+            largest=min(limits.get("micro_largest") or Sizes.largest,
+                        self.samples if is_own_type else Sizes.largest),
+            step=limits.get("micro_multiple_of") or 1,
+        )
+
+    def line(self, level: int = 0) -> Line:
+        """The line on which peaks lie. Raises FitError."""
+        return line_of(
+            lambda size: self._try(_Request(size, _UNLIMITED, level)).peak, self.sizes()
+        )
+
+    def row(self, room: int, line: Line, level: int = 0) -> Row:
+        """The row of a room, which the allocator may hold. Raises FitError."""
+        tries: dict[int, Tried] = {}
+        sizes = self.sizes()
+
+        def fits(size: int) -> bool:
+            tries[size] = self._try(_Request(size, room, level))
+            return tries[size].fits
+
+        low, high = largest_size(fits, sizes, sizes.at_most(line.meets(room)))
+        after = self._try(_Request(high, _UNLIMITED, level)) if high else None
+        return Row(room, tries.get(low), after, len(tries) + bool(high))
+
+    def _try(self, request: _Request) -> Tried:
+        return _try_in_copy(self._training, self._batch, self.samples, request)
+
+
+def fit_and_exit(training: _Training, batch: Any, asked: str) -> None:
+    """Answers the command that started the program, and ends it. `asked` is JSON: where the answer
+    goes, and the rooms."""
+    request = json.loads(asked)
+    began = time.perf_counter()
+    answer: dict[str, Any] = {}
+    try:
+        answer = _answer(training, batch, request)
+    except FitError as error:
+        answer = {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": f"rebatch: {_first_line(error)}"}
+    answer["seconds"] = time.perf_counter() - began
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(request["answer"], "w") as file:
+        json.dump(answer, file)
+    os._exit(_FAILED if "error" in answer else _DONE)
+
+
+def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[str, Any]:
+    device = training.program.device
+    if device.type != "cuda":
+        raise FitError(
+            f"rebatch: the model is on {device}: expected it on cuda, which is there for a fit"
+        )
+    if training.ranks:
+        raise FitError(
+            "rebatch: the program trains on several ranks: expected one process, since a fit "
+            "counts one"
+        )
+    search = Search(training, batch)
+    line = search.line()
+    rows = [search.row(room, line) for room in request["rooms"]]
+    return {
+        "batch": search.samples,
+        "allocator": "rebatch" if _is_installed() else "native",
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def _is_installed() -> bool:
+    from rebatch.torch.allocator.install import installed
+
+    return installed()
