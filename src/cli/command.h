@@ -27,8 +27,10 @@ int rbi_command_refuse(const char *usage);
  * help has those that there are. */
 void rbi_command_refuse_option(const char *command, int found, const char *given);
 
-/* ---- a user's program (probe_command.c, run_command.c) ---- */
+/* ---- a user's program (fit_command.c, probe_command.c, run_command.c) ---- */
 
+int rbi_fit_main(int count, char **arguments);
+int rbi_fit_help(int count, char **arguments);
 int rbi_probe_main(int count, char **arguments);
 int rbi_probe_help(int count, char **arguments);
 int rbi_run_main(int count, char **arguments);

@@ -41,8 +41,8 @@ class Line:
 
 
 def line_of(peak_at: Callable[[int], int], sizes: Sizes) -> Line:
-    """The line on which peaks lie, of small sizes. With few samples the peak may be where the
-    optimizer steps, whatever their number; at the half of a size that needs twice that it is not."""
+    """The line on which peaks lie, by small sizes. With few samples the peak may be where the
+    optimizer steps, whatever their number; at a size that needs twice that it no longer is."""
     seen = [(sizes.first, peak_at(sizes.first))]
     while len(seen) < 2 or seen[-1][1] < 2 * seen[0][1]:
         size = sizes.at_most(seen[-1][0] * 4)

@@ -24,7 +24,8 @@ def _cache() -> pathlib.Path:
 _VERSIONS = """
 import importlib.util, pathlib
 found = importlib.util.find_spec("torch")
-print((pathlib.Path(found.submodule_search_locations[0]) / "version.py").read_text() if found else "")
+folders = found.submodule_search_locations if found else []
+print(*((pathlib.Path(folder) / "version.py").read_text() for folder in folders))
 """
 
 

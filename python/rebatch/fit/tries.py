@@ -70,6 +70,7 @@ class _Request:
     size: int
     room: int  # bytes that the allocator may hold
     level: int = 0  # of `lighten`
+    installs: bool = False  # rebatch's allocator
 
 
 # ---- in a copy of the process ----
@@ -189,6 +190,10 @@ def _work(training: _Training, batch: Any, samples: int, request: _Request) -> T
     library = _standin()
     device = training.program.device
     library.standin_set_memory(device.index or 0, request.room)
+    if request.installs:
+        from rebatch.torch.allocator.install import install
+
+        install()
     attempt = _Attempt(training, batch, samples, request.size, request.level)
     library.standin_peak(device.index or 0, True)
     torch.cuda.reset_peak_memory_stats(device)
@@ -200,7 +205,7 @@ def _work(training: _Training, batch: Any, samples: int, request: _Request) -> T
 
 def _become_copy() -> None:
     """After a fork: the stand-in has no driver that would mind, and no other thread is left."""
-    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    torch.cuda._is_in_bad_fork = lambda: False
     torch.set_num_threads(1)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
@@ -260,8 +265,8 @@ _UNLIMITED = 1 << 50
 class Search:
     """Finds the rows of a training, whose tries it remembers."""
 
-    def __init__(self, training: _Training, batch: Any):
-        self._training, self._batch = training, batch
+    def __init__(self, training: _Training, batch: Any, installs: bool = False):
+        self._training, self._batch, self._installs = training, batch, installs
         self._cut = training.program.cut
         self.samples: int = self._cut.length(batch)
 
@@ -272,16 +277,16 @@ class Search:
         is_own_type = self._cut.arranged(self._batch, [(0, 1)], self.samples) is None
         return Sizes(
             smallest=limits.get("micro_smallest") or 1,
-            largest=min(limits.get("micro_largest") or Sizes.largest,
-                        self.samples if is_own_type else Sizes.largest),
+            largest=min(
+                limits.get("micro_largest") or Sizes.largest,
+                self.samples if is_own_type else Sizes.largest,
+            ),
             step=limits.get("micro_multiple_of") or 1,
         )
 
     def line(self, level: int = 0) -> Line:
         """The line on which peaks lie. Raises FitError."""
-        return line_of(
-            lambda size: self._try(_Request(size, _UNLIMITED, level)).peak, self.sizes()
-        )
+        return line_of(lambda size: self._try(size, _UNLIMITED, level).peak, self.sizes())
 
     def row(self, room: int, line: Line, level: int = 0) -> Row:
         """The row of a room, which the allocator may hold. Raises FitError."""
@@ -289,14 +294,15 @@ class Search:
         sizes = self.sizes()
 
         def fits(size: int) -> bool:
-            tries[size] = self._try(_Request(size, room, level))
+            tries[size] = self._try(size, room, level)
             return tries[size].fits
 
         low, high = largest_size(fits, sizes, sizes.at_most(line.meets(room)))
-        after = self._try(_Request(high, _UNLIMITED, level)) if high else None
+        after = self._try(high, _UNLIMITED, level) if high else None
         return Row(room, tries.get(low), after, len(tries) + bool(high))
 
-    def _try(self, request: _Request) -> Tried:
+    def _try(self, size: int, room: int, level: int) -> Tried:
+        request = _Request(size, room, level, self._installs)
         return _try_in_copy(self._training, self._batch, self.samples, request)
 
 
@@ -332,12 +338,12 @@ def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[st
             "rebatch: the program trains on several ranks: expected one process, since a fit "
             "counts one"
         )
-    search = Search(training, batch)
+    search = Search(training, batch, request["installs"])
     line = search.line()
     rows = [search.row(room, line) for room in request["rooms"]]
     return {
         "batch": search.samples,
-        "allocator": "rebatch" if _is_installed() else "native",
+        "allocator": "rebatch" if request["installs"] or _is_installed() else "native",
         "rows": [dataclasses.asdict(row) for row in rows],
     }
 

@@ -1,0 +1,188 @@
+"""The command `rebatch fit`: its options, the program on the stand-in for CUDA, and the answer.
+Must not know PyTorch."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from rebatch import _library
+from rebatch.fit import cards, table
+from rebatch.fit.standin_library import StandinError, library, versions_of
+
+_OK, _FAILED, _USAGE, _NOTHING_FITS = 0, 1, 2, 3
+# Larger writes within a GPU, of kernels that would not run either, are left out: they would take
+# memory of the host.
+_FILL_MOST = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The options."""
+
+    cards: list[cards.Card]
+    memory: list[int]  # bytes; empty: all of each card
+    is_json: bool
+    installs: bool  # rebatch's allocator, where the program does not
+    program: list[str]
+
+
+def _size(text: str) -> int:
+    try:
+        count, share = _library.parse_size(text)
+    except _library.Error as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if share or not count:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 24GiB")
+    return count
+
+
+def _named(text: str) -> list[cards.Card]:
+    try:
+        return [cards.find(name) for name in text.split(",") if name.strip()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("rebatch: ")) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rebatch fit",
+        usage="rebatch fit [OPTION]... -- PROGRAM [ARGUMENT]...",
+        description="Finds the largest micro-batch of your own program that fits on a card, on a "
+        "machine without a GPU. PROGRAM runs unchanged up to its first Step, with memory as on the "
+        "card and without kernels; there sizes are tried, and the program ends. What it prints "
+        "goes to standard error.",
+        epilog="exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits, "
+        "127 PROGRAM does not exist",
+    )
+    parser.add_argument("--gpu", type=_named, default=[], metavar="CARD[,CARD]...",
+                        help='for example "H100 80GB" or t4,l4,a100-40')  # fmt: skip
+    parser.add_argument(
+        "--memory",
+        type=lambda text: [_size(part) for part in text.split(",")],
+        default=[],
+        metavar="SIZE[,SIZE]...",
+        help="memory that is free before the program starts, for example 24GiB; default: all",
+    )
+    parser.add_argument("--install", action="store_true", help="with rebatch's allocator, as after "
+                        "install(), also where the program does not call it")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--cards", action="store_true", help="list the cards, and end")
+    return parser
+
+
+def read(arguments: Sequence[str]) -> Optional[Given]:
+    """The options; None: the cards were listed. Ends the process where they are wrong."""
+    arguments = list(arguments)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments[:at])
+    if given.cards:
+        print(table.of_cards(cards.CARDS))
+        return None
+    program = arguments[at + 1 :]
+    if not program:
+        parser.error('there is no program: expected "-- PROGRAM [ARGUMENT]..."')
+    if not (given.gpu or given.memory):
+        parser.error("there is no card: expected --gpu, or --memory for an H100 with less")
+    return Given(
+        given.gpu or [cards.find("h100")], given.memory, given.json, given.install, program
+    )
+
+
+def _python_of(program: Sequence[str]) -> str:
+    """The Python whose PyTorch the program uses: itself, or the one that runs this."""
+    found = shutil.which(program[0])
+    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(program[0]))
+    return found if found and is_python else sys.executable
+
+
+def _rooms(card: cards.Card, memory: Sequence[int]) -> list[int]:
+    """What PyTorch's allocator may hold: the rest is the context's, and the kernels'."""
+    free = [min(size, card.memory_bytes) for size in memory] or [card.memory_bytes]
+    return [max(size - card.outside_bytes, 0) // _PAGE * _PAGE for size in free]
+
+
+_PAGE = 2 << 20  # in which a driver gives memory
+
+
+def _environment(
+    card: cards.Card, rooms: Sequence[int], given: Given, preloaded: str, cuda: str, answer: str
+) -> dict[str, str]:
+    request = {"answer": answer, "rooms": rooms, "installs": given.installs}
+    major, minor = (*cuda.split("."), "0")[:2]
+    before = os.environ.get("LD_PRELOAD")
+    return {
+        **os.environ,
+        "LD_PRELOAD": f"{preloaded}:{before}" if before else preloaded,
+        "STANDIN_CARD": card.standin,
+        "STANDIN_CUDNN": card.cudnn(int(major) * 1000 + int(minor) * 10),
+        "STANDIN_MEMORY": str(card.memory_bytes),
+        "STANDIN_LIMIT": str(max(rooms)),
+        "STANDIN_FILL_MOST": str(_FILL_MOST),
+        "STANDIN_GPUS": "1",
+        "REBATCH_FIT": json.dumps(request),
+    }
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+    return f"ended with status {status}"
+
+
+def run(card: cards.Card, given: Given, preloaded: str, cuda: str) -> dict[str, Any]:
+    """What the program answers for a card: {"rows": ...}, or {"error": ...}."""
+    rooms = _rooms(card, given.memory)
+    with tempfile.TemporaryDirectory(prefix="rebatch-fit-") as folder:
+        answer = os.path.join(folder, "answer.json")
+        environment = _environment(card, rooms, given, preloaded, cuda, answer)
+        sys.stdout.flush()
+        try:
+            done = subprocess.run(given.program, env=environment, stdout=sys.stderr)
+        except OSError as error:
+            sys.exit(_refused(given.program[0], error))
+        if os.path.exists(answer):
+            with open(answer) as file:
+                return dict(json.load(file))
+    end = "and never called a Step" if done.returncode == 0 else "before its first Step"
+    return {"error": f"rebatch: {given.program[0]} {_describe(done.returncode)} {end}"}
+
+
+def _refused(program: str, error: OSError) -> int:
+    print(f"rebatch: {program} cannot be run: {error.strerror}", file=sys.stderr)
+    return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command. Returns its exit status."""
+    given = read(arguments)
+    if given is None:
+        return _OK
+    python = _python_of(given.program)
+    try:
+        torch, cuda = versions_of(python)
+        preloaded = str(library(python, torch))
+    except StandinError as error:
+        print(error, file=sys.stderr)
+        return _FAILED
+    rows: list[dict[str, Any]] = []
+    for card in given.cards:
+        answer = run(card, given, preloaded, cuda)
+        if "error" in answer:
+            print(answer["error"], file=sys.stderr)
+            return _FAILED
+        rows += table.rows_of(card, given.memory, answer)
+    if given.is_json:
+        print(json.dumps({"torch": torch, "cuda": cuda, "rows": rows}, indent=1))
+    else:
+        print(table.of_rows(rows))
+    return _OK if all(row["micro"] for row in rows) else _NOTHING_FITS

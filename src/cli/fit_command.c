@@ -1,0 +1,74 @@
+/* Owns `rebatch fit`: it finds the Python that has the package, which does the rest.
+ * Must not know what a fit is. */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "cli/child.h"
+#include "cli/command.h"
+
+static const char help[] =
+    "usage: rebatch fit [OPTION]... -- PROGRAM [ARGUMENT]...\n"
+    "\n"
+    "Finds the largest micro-batch of your own PyTorch program that fits on a card, on a machine\n"
+    "without a GPU. PROGRAM runs unchanged up to its first Step, on a stand-in for CUDA that has\n"
+    "memory and no kernels. There sizes are tried on PyTorch's own allocator, and the program\n"
+    "ends: nothing is trained. What the program prints goes to standard error.\n"
+    "\n"
+    "  --gpu CARD[,CARD]...      for example \"H100 80GB\" or t4,l4,a100-40\n"
+    "  --memory SIZE[,SIZE]...   memory that is free before PROGRAM starts, for example 24GiB\n"
+    "                            (default: all of the card's)\n"
+    "  --json                    print one JSON object instead of the table\n"
+    "  --cards                   list the cards, and end\n"
+    "  --help, -h                print this text\n"
+    "\n"
+    "example: rebatch fit --gpu h100,l4 -- python3 train.py\n"
+    "This needs Python's package rebatch, in the Python of PROGRAM or in python3, and a C++\n"
+    "compiler once. Without this command: python3 -m rebatch.fit --gpu l4 -- python3 train.py\n"
+    "exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits,\n"
+    "126 PROGRAM is not executable, 127 PROGRAM does not exist\n";
+
+int rbi_fit_help(int count, char **arguments)
+{
+    if (count > 0 && !rbi_command_is_help(arguments[0]))
+        return rbi_command_refuse("help fit");
+    fputs(help, stdout);
+    return RBI_EXIT_OK;
+}
+
+/* That of the program, where it is a Python: its PyTorch is the one that counts. */
+static const char *python_of(int count, char **arguments)
+{
+    for (int i = 0; i + 1 < count; i++) {
+        if (strcmp(arguments[i], "--") != 0)
+            continue;
+        const char *program = arguments[i + 1];
+        const char *slash = strrchr(program, '/');
+        if (strncmp(slash ? slash + 1 : program, "python", strlen("python")) == 0)
+            return program;
+        break;
+    }
+    return "python3";
+}
+
+int rbi_fit_main(int count, char **arguments)
+{
+    if (count > 0 && rbi_command_is_help(arguments[0]))
+        return rbi_fit_help(0, NULL);
+    const char *python = python_of(count, arguments);
+    const char **words = calloc((size_t)count + 4, sizeof *words);
+    if (!words) {
+        fputs("rebatch: there is no memory for the arguments\n", stderr);
+        return RBI_EXIT_FAILED;
+    }
+    words[0] = python;
+    words[1] = "-m";
+    words[2] = "rebatch.fit";
+    memcpy(words + 3, arguments, (size_t)count * sizeof *words);
+    (void)execvp(python, (char **)words);
+    const int error = errno;
+    free(words);
+    return rbi_child_refuse(python, error);
+}
