@@ -1,4 +1,4 @@
-"""What `rebatch fit` says of the trainings of fit_models.py, on a machine without a GPU; and how long
+"""What `rebatch fit` says of the trainings of fit_models.py, without a GPU; and how long
 it takes. Its rows have the names of those of fit_truth.py, which can begin at their sizes
 (--start), and fit_compare.py compares both.
 
