@@ -20,6 +20,8 @@ static const char help[] =
     "  --gpu CARD[,CARD]...      for example \"H100 80GB\" or t4,l4,a100-40\n"
     "  --memory SIZE[,SIZE]...   memory that is free before PROGRAM starts, for example 24GiB\n"
     "                            (default: all of the card's)\n"
+    "  --install                 with rebatch's allocator, as after install()\n"
+    "  --lighten                 a row for each way of the Step's `lighten` too\n"
     "  --json                    print one JSON object instead of the table\n"
     "  --cards                   list the cards, and end\n"
     "  --help, -h                print this text\n"

@@ -32,6 +32,7 @@ class Given:
     memory: list[int]  # bytes; empty: all of each card
     is_json: bool
     installs: bool  # rebatch's allocator, where the program does not
+    levels: bool  # of `lighten`
     program: list[str]
 
 
@@ -74,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--install", action="store_true", help="with rebatch's allocator, as after "
                         "install(), also where the program does not call it")  # fmt: skip
+    parser.add_argument(
+        "--lighten", action="store_true", help="a row for each way of the Step's `lighten` too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--cards", action="store_true", help="list the cards, and end")
     return parser
@@ -94,7 +98,12 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
     if not (given.gpu or given.memory):
         parser.error("there is no card: expected --gpu, or --memory for an H100 with less")
     return Given(
-        given.gpu or [cards.find("h100")], given.memory, given.json, given.install, program
+        cards=given.gpu or [cards.find("h100")],
+        memory=given.memory,
+        is_json=given.json,
+        installs=given.install,
+        levels=given.lighten,
+        program=program,
     )
 
 
@@ -117,7 +126,7 @@ _PAGE = 2 << 20  # in which a driver gives memory
 def _environment(
     card: cards.Card, rooms: Sequence[int], given: Given, preloaded: str, cuda: str, answer: str
 ) -> dict[str, str]:
-    request = {"answer": answer, "rooms": rooms, "installs": given.installs}
+    request = {"answer": answer, "rooms": rooms, "installs": given.installs, "levels": given.levels}
     major, minor = (*cuda.split("."), "0")[:2]
     before = os.environ.get("LD_PRELOAD")
     return {

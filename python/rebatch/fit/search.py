@@ -42,16 +42,18 @@ class Line:
 
 def line_of(peak_at: Callable[[int], int], sizes: Sizes) -> Line:
     """The line on which peaks lie, by small sizes. With few samples the peak may be where the
-    optimizer steps, whatever their number; at a size that needs twice that it no longer is."""
-    seen = [(sizes.first, peak_at(sizes.first))]
-    while len(seen) < 2 or seen[-1][1] < 2 * seen[0][1]:
-        size = sizes.at_most(seen[-1][0] * 4)
-        if size == seen[-1][0]:
-            break
-        seen.append((size, peak_at(size)))
-    (first, low), (second, high) = seen[-2], seen[-1]
-    each = (high - low) / (second - first) if second > first else 0.0
-    return Line(low - each * first, each)
+    optimizer steps, whatever their number; at the half of a size that needs twice that it no longer
+    is."""
+    size, smallest = sizes.first, peak_at(sizes.first)
+    peak = smallest
+    while peak < 2 * smallest and size < sizes.at_most(sizes.largest):
+        size = sizes.at_most(size * 4)
+        peak = peak_at(size)
+    half = sizes.at_most(size / 2)
+    if half == size:
+        return Line(peak, 0.0)
+    each = (peak - peak_at(half)) / (size - half)
+    return Line(peak - each * size, each)
 
 
 def largest_size(fits: Callable[[int], bool], sizes: Sizes, start: int) -> tuple[int, int]:

@@ -11,8 +11,10 @@ _GIB = 1 << 30
 def rows_of(card: Card, memory: Sequence[int], answer: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each size of memory, in bytes and samples, as --json has them."""
     sizes = list(memory) or [card.memory_bytes]
+    levels = len(answer["rows"]) // len(sizes)
+    each = [size for size in sizes for _ in range(levels)]
     return [
-        _row(card, size, found, answer) for size, found in zip(sizes, answer["rows"], strict=True)
+        _row(card, size, found, answer) for size, found in zip(each, answer["rows"], strict=True)
     ]
 
 
@@ -32,6 +34,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
         "is_measured": card.is_measured,
         "memory_bytes": memory,
         "allocator": answer["allocator"],
+        "lighten_level": found["level"],
         "micro": micro,
         "batch": batch,
         "microbatches": -(-batch // micro) if micro else 0,
@@ -70,6 +73,7 @@ def of_rows(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['gpu']:<12} {_gib(row['memory_bytes']):>11} {row['micro']:>12} "
             f"{row['microbatches']:>4} "
             f"{_gib(row['peak_reserved_bytes'] + row['outside_bytes']):>11}   {_one_more(row)}"
+            f"{_lightened(row)}"
         )
     for row in rows:
         if row["held_bytes"]:
@@ -82,6 +86,11 @@ def _one_more(row: dict[str, Any]) -> str:
     if not row["next"]:
         return "not tried: the largest that may be asked for fits"
     return f"{row['next']} needs {_gib(row['next_needs_bytes'])}"
+
+
+def _lightened(row: dict[str, Any]) -> str:
+    level = row["lighten_level"]
+    return f" (lighten: {level})" if level else ""
 
 
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:

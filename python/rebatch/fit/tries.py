@@ -128,6 +128,8 @@ class _Attempt:
                 report = self._training.report
                 if report.ooms:
                     return Tried(self._size, False)
+                if self._training.program.update.is_of_trainer:
+                    self._update()
                 peak = max(peak, report.peak_bytes)
         except Exception as error:
             if not is_oom(error):
@@ -142,6 +144,14 @@ class _Attempt:
             kernels=library.standin_kernels(),
             held=self._held(device),
         )
+
+    def _update(self) -> None:
+        """What a trainer does between two batches."""
+        update = self._training.program.update
+        for optimizer in update.optimizers:
+            type(optimizer).step(optimizer)
+        for p in update.parameters:
+            p.grad = None
 
     def _held(self, device: torch.device) -> dict[str, int]:
         """What stays between two updates, by kind."""
@@ -242,9 +252,15 @@ def _try_in_copy(training: _Training, batch: Any, samples: int, request: _Reques
         )
     said = json.loads(text)
     sys.stderr.write(said)
+    last = said.strip().splitlines()[-1]
+    if "fork-based multiprocessing" in last:
+        raise FitError(
+            "rebatch: the program ran a backward pass before its first Step: expected the Step's "
+            "to be the first, since sizes are tried in copies of the process"
+        )
     raise FitError(
-        f"rebatch: a micro-batch of {request.size} failed: {said.strip().splitlines()[-1]}; "
-        "kernels compute nothing here, so numbers on the GPU are 0"
+        f"rebatch: a micro-batch of {request.size} failed: {last}; kernels compute nothing here, "
+        "so what is on the GPU is 0"
     )
 
 
@@ -253,6 +269,7 @@ class Row:
     """What was found for a room: the largest size that fits, and the next one."""
 
     room: int
+    level: int  # of `lighten`
     best: Optional[Tried]
     next: Optional[Tried]  # with as much memory as it asks for
     tries: int = 0
@@ -299,7 +316,7 @@ class Search:
 
         low, high = largest_size(fits, sizes, sizes.at_most(line.meets(room)))
         after = self._try(high, _UNLIMITED, level) if high else None
-        return Row(room, tries.get(low), after, len(tries) + bool(high))
+        return Row(room, level, tries.get(low), after, len(tries) + bool(high))
 
     def _try(self, size: int, room: int, level: int) -> Tried:
         request = _Request(size, room, level, self._installs)
@@ -339,8 +356,9 @@ def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[st
             "counts one"
         )
     search = Search(training, batch, request["installs"])
-    line = search.line()
-    rows = [search.row(room, line) for room in request["rooms"]]
+    levels = range(1 + (len(training.callbacks.rungs) if request["levels"] else 0))
+    lines = [search.line(level) for level in levels]
+    rows = [search.row(room, lines[level], level) for room in request["rooms"] for level in levels]
     return {
         "batch": search.samples,
         "allocator": "rebatch" if request["installs"] or _is_installed() else "native",

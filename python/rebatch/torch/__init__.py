@@ -16,6 +16,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
     raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")
 
 from rebatch import Error, __version__
+from rebatch.fit.again import Fit
 from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
 from rebatch.torch.batches.outputs import Sum
 from rebatch.torch.batches.size_finder import find_batch_size
@@ -30,7 +31,9 @@ from rebatch.torch.session.session import Exhausted, PeerFailed, Torn
 from rebatch.torch.step import Step
 
 # A traceback ends with the name that programs use.
-Exhausted.__module__ = PeerFailed.__module__ = Torn.__module__ = CutWarning.__module__ = __name__
+Fit.__module__ = Exhausted.__module__ = PeerFailed.__module__ = Torn.__module__ = (
+    CutWarning.__module__
+) = __name__
 
 __all__ = [
     "Check",
@@ -38,6 +41,7 @@ __all__ = [
     "Error",
     "Exhausted",
     "Finding",
+    "Fit",
     "Map",
     "MapReport",
     "PeerFailed",

@@ -18,10 +18,12 @@ from typing import (
 
 import torch
 
+from rebatch.fit.again import Fit, run_again
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.check.findings import Check
+from rebatch.torch.core.check_and_exit import fit_if_asked
 from rebatch.torch.core.training import training_of
 from rebatch.torch.program.mistakes import check_loss_fn
 from rebatch.torch.ranks.calls import Call
@@ -282,6 +284,33 @@ class Step:
                 f"rebatch: {name}() runs micro-batches of this rank's own, and window is False: "
                 "expected a loop of your own over batches of the same sizes on all ranks"
             )
+
+    def fit(
+        self,
+        batch: Any,
+        gpu: str,
+        memory: Optional[str] = None,
+        *,
+        install: bool = False,
+        lighten: bool = False,
+    ) -> Fit:
+        """The largest micro-batch that fits on a card, without a GPU.
+
+        The program is run again from its start up to this call, on a stand-in for CUDA that has
+        memory and no kernels, and this process goes on with the answer. docs/fit.md says more.
+
+        Args:
+            batch: a batch as the Step trains on
+            gpu: a card, or several: "H100 80GB", "t4,l4,a100-40"
+            memory: what is free of each card before the program starts, for example "24GiB";
+                default: all
+            install: with rebatch's allocator, also where the program does not call install()
+            lighten: a row for each way of `lighten` too
+
+        Raises ValueError for a card that is not known, and RuntimeError where there is no answer.
+        """
+        fit_if_asked(self._training, batch)
+        return run_again(gpu, memory, install, lighten)
 
     def state_dict(self) -> Dict[str, int]:
         """What a resumed training needs to go on at the size that was found: plain numbers."""

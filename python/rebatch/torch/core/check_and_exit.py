@@ -1,6 +1,6 @@
-"""The check, the probe or the fit that runs instead of the training: whoever starts the program asks
-for it with REBATCH_CHECK=1 or `rebatch run --check`, with REBATCH_PROBE_ONLY=1 or `rebatch probe`,
-and with `rebatch fit`. Must not know how a step is checked, probed or fitted."""
+"""The check, the probe or the fit that runs instead of the training: whoever starts the program
+asks for it with REBATCH_CHECK=1 or `rebatch run --check`, with REBATCH_PROBE_ONLY=1 or `rebatch
+probe`, and with `rebatch fit`. Must not know how a step is checked, probed or fitted."""
 
 from __future__ import annotations
 

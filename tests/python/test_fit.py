@@ -1,0 +1,313 @@
+"""rebatch fit: cards, the search, the command, and programs on the stand-in for CUDA."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from rebatch.fit import cards
+from rebatch.fit.search import Line, Sizes, largest_size, line_of
+from rebatch.fit.standin_library import StandinError, library, versions_of
+
+MIB = 1 << 20
+
+# ---- cards ----
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        ("H100 80GB", "h100"),
+        ("h100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("a100-40", "a100-40"),
+        ("A100-SXM4-40GB", "a100-40"),
+        ("L4", "l4"),
+        ("RTX 4090", "rtx4090"),
+    ],
+)
+def test_card_has_several_names(name, short):
+    assert cards.find(name).short == short
+
+
+def test_unknown_card_lists_the_nearest():
+    with pytest.raises(ValueError, match=r"no card 'a100-48': expected one such as .*a100-40"):
+        cards.find("a100-48")
+
+
+def test_every_card_is_found_by_its_names_and_has_memory_beside_its_context():
+    for card in cards.CARDS:
+        assert cards.find(card.short) is card
+        assert 0 < card.outside_bytes < card.memory_bytes // 8
+        assert json.loads(card.cudnn(13000))["deviceVer"] == 100 * card.capability[0] + (
+            10 * card.capability[1]
+        )
+
+
+# ---- the search ----
+
+
+def test_line_is_of_sizes_beyond_the_optimizers_peak():
+    def peak(size):
+        return max(5000, 100 + 70 * size)
+
+    line = line_of(peak, Sizes())
+    assert (line.fixed, line.each) == (100, 70)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_search_finds_the_largest_size_for_any_start(seed):
+    draw = random.Random(seed)
+    sizes = Sizes(draw.randint(1, 3), draw.choice([17, 399, 1 << 20]), draw.choice([1, 2, 8]))
+    fits_up_to = draw.randint(0, 400)
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= fits_up_to
+
+    low, high = largest_size(fits, sizes, sizes.at_most(draw.randint(1, 3000)))
+    expected = fits_up_to if fits_up_to >= sizes.first else 0
+    assert low == min(expected, sizes.largest) // sizes.step * sizes.step
+    assert high == (low + sizes.step if low else sizes.first) or low + sizes.step > sizes.largest
+    assert all(size % sizes.step == 0 and size >= sizes.smallest for size in tried)
+    assert len(tried) == len(set(tried)) < 30
+
+
+def test_search_of_a_large_size_ends_within_a_quarter_of_a_percent():
+    low, high = largest_size(lambda size: size <= 123_456, Sizes(), 90_000)
+    assert low <= 123_456 < high
+    assert high - low <= low // 400
+
+
+def test_line_without_a_slope_leaves_the_largest_size():
+    assert Sizes(largest=12).at_most(Line(100, 0.0).meets(4000)) == 12
+
+
+# ---- the command ----
+
+
+def fit(*arguments, **environment):
+    command = [sys.executable, "-m", "rebatch.fit", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--gpu", "h200x", "--", "python3"], "there is no card 'h200x': expected one such as"),
+        (["--gpu", "l4"], 'there is no program: expected "-- PROGRAM [ARGUMENT]..."'),
+        (["--", "python3", "train.py"], "there is no card: expected --gpu, or --memory"),
+        (["--memory", "80%", "--", "python3"], "'80%' is not a size such as 24GiB"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments, sentence):
+    done = fit(*arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr.splitlines()[-1]
+
+
+def test_cards_are_listed():
+    done = fit("--cards")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == [
+        card.short for card in cards.CARDS
+    ]
+
+
+def test_python_without_pytorch_is_told(tmp_path):
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    with pytest.raises(StandinError, match="python3 has no PyTorch: expected one with CUDA"):
+        versions_of(str(python))
+
+
+# ---- programs ----
+
+on_standin = pytest.mark.skipif(torch.version.cuda is None, reason="needs PyTorch's CUDA build")
+
+# About a quarter of a MiB of activations for each sample.
+MODEL = """
+import sys
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(64, 32768), torch.nn.ReLU(), torch.nn.Linear(32768, 16)
+).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def batch(n):
+    return torch.randn(n, 64), torch.randint(0, 16, (n,))
+
+
+def loss_fn(model, samples):
+    inputs, classes = samples
+    return F.cross_entropy(model(inputs.cuda()), classes.cuda())
+"""
+
+STEP = """
+import rebatch.torch as rebatch
+
+step = rebatch.Step(model, optimizer, loss_fn)
+for _ in range(3):
+    print(step(batch(int(sys.argv[1]))))
+"""
+
+# The same training without rebatch: how often memory ran out.
+PLAIN = """
+samples = batch(int(sys.argv[1]))
+for _ in range(4):
+    optimizer.zero_grad(set_to_none=True)
+    loss_fn(model, samples).backward()
+    optimizer.step()
+print(torch.cuda.memory_stats()["num_ooms"])
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(*parts):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent("".join(parts)))
+        return str(path)
+
+    return write
+
+
+def found(*arguments):
+    done = fit("--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["rows"]
+
+
+def trains_plainly(path, samples, room):
+    """Whether the program trains in a fresh process of the stand-in with so much memory."""
+    preloaded = library(sys.executable, versions_of(sys.executable)[0])
+    card = cards.find("h100")
+    env = {
+        **os.environ,
+        "LD_PRELOAD": str(preloaded),
+        "STANDIN_CARD": card.standin,
+        "STANDIN_MEMORY": str(card.memory_bytes),
+        "STANDIN_LIMIT": str(room),
+    }
+    command = [sys.executable, path, str(samples)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        assert "OutOfMemoryError" in done.stderr, done.stderr
+    return done.returncode == 0
+
+
+@on_standin
+def test_largest_size_trains_in_a_fresh_process_and_the_next_does_not(program):
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, STEP), "4")  # fmt: skip
+    plain = program(MODEL, PLAIN)
+    assert row["micro"] > 100 and row["batch"] == row["micro"] and row["microbatches"] == 1
+    assert 0 < row["next"] - row["micro"] <= row["micro"] // 400
+    assert trains_plainly(plain, row["micro"], row["room_bytes"])
+    assert not trains_plainly(plain, row["next"], row["room_bytes"])
+    assert (
+        row["next_needs_bytes"]
+        > row["memory_bytes"]
+        >= (row["peak_reserved_bytes"] + row["outside_bytes"])
+    )
+
+
+@on_standin
+def test_batch_is_cut_where_it_does_not_fit_whole(program):
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, STEP), "4000")  # fmt: skip
+    assert 100 < row["micro"] < row["batch"] == 4000
+    assert row["microbatches"] == -(-4000 // row["micro"])
+
+
+@on_standin
+def test_what_holds_memory_adds_up(program):
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, STEP), "4")  # fmt: skip
+    held = row["held_bytes"]
+    assert sum(held.values()) == row["peak_reserved_bytes"] + row["outside_bytes"]
+    weights = 4 * (64 * 32768 + 32768 + 32768 * 16 + 16)
+    assert held["parameters"] == held["gradients"] == pytest.approx(weights, rel=0.001)
+    assert held["optimizer"] == pytest.approx(2 * weights, rel=0.001)
+    assert held["activations"] > 0 and held["cached"] >= 0
+
+
+@on_standin
+def test_every_card_has_rows_and_smaller_memory_has_smaller_sizes(program):
+    rows = found("--gpu", "h100,t4", "--memory", "1GiB,2GiB", "--install", "--", sys.executable,
+                 program(MODEL, STEP), "4")  # fmt: skip
+    assert [row["gpu"] for row in rows] == ["h100", "h100", "t4", "t4"]
+    assert all(row["allocator"] == "rebatch" for row in rows)
+    assert rows[0]["micro"] < rows[1]["micro"] and rows[2]["micro"] < rows[3]["micro"]
+
+
+@on_standin
+def test_options_of_the_step_bound_the_size(program):
+    bounded = STEP.replace("loss_fn)", "loss_fn, micro_multiple_of=16, micro_largest=50)")
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, bounded), "4")  # fmt: skip
+    assert (row["micro"], row["next"]) == (48, 0)
+
+
+@on_standin
+@pytest.mark.parametrize(
+    "source, sentence",
+    [
+        ("print('hello')", "ended with status 0 and never called a Step"),
+        ("open('/nowhere/data')", "ended with status 1 before its first Step"),
+        (
+            MODEL.replace(".cuda()", "") + STEP,
+            "the model is on cpu: expected it on cuda, which is there for a fit",
+        ),
+        (
+            MODEL.replace("return F", "raise KeyError('words'); return F") + STEP,
+            "a micro-batch of 1 failed: KeyError: 'words'",
+        ),
+        (
+            MODEL + "loss_fn(model, batch(2)).backward()" + STEP,
+            "the program ran a backward pass before its first Step",
+        ),
+    ],
+)
+def test_program_without_an_answer_is_told_in_one_sentence(program, source, sentence):
+    done = fit("--gpu", "l4", "--", sys.executable, program(source), "4")
+    assert done.returncode == 1 and done.stdout == ""
+    assert sentence in done.stderr.splitlines()[-1]
+
+
+@on_standin
+def test_nothing_fits(program):
+    done = fit("--gpu", "l4", "--memory", "400MiB", "--", sys.executable,
+               program(MODEL, STEP), "4")  # fmt: skip
+    assert done.returncode == 3, done.stderr
+
+
+@on_standin
+def test_step_fit_runs_the_program_again_and_goes_on(program):
+    source = MODEL.replace(".cuda()", ".to(device)").replace("torch.manual_seed(0)", "device = "
+        "'cuda' if torch.cuda.is_available() else 'cpu'")  # fmt: skip
+    asked = """
+import rebatch.torch as rebatch
+
+step = rebatch.Step(model, optimizer, loss_fn)
+found = step.fit(batch(4), gpu="l4", memory="1GiB")
+print("micro", found.micro, len(found.rows), device)
+"""
+    source = source.replace("fused=True", "")
+    command = [sys.executable, program(source, asked), "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    word, micro, rows, device = done.stdout.split()
+    assert int(micro) > 100 and (rows, device) == ("1", "cpu")
