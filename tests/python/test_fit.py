@@ -43,7 +43,7 @@ def test_unknown_card_lists_the_nearest():
 def test_every_card_is_found_by_its_names_and_has_memory_beside_its_context():
     for card in cards.CARDS:
         assert cards.find(card.short) is card
-        assert 0 < card.outside_bytes < card.memory_bytes // 8
+        assert 0 < card.beside.context < card.beside.most < card.memory_bytes // 8
         assert json.loads(card.cudnn(13000))["deviceVer"] == 100 * card.capability[0] + (
             10 * card.capability[1]
         )

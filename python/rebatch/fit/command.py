@@ -114,19 +114,17 @@ def _python_of(program: Sequence[str]) -> str:
     return found if found and is_python else sys.executable
 
 
-def _rooms(card: cards.Card, memory: Sequence[int]) -> list[int]:
-    """What PyTorch's allocator may hold: the rest is the context's, and the kernels'."""
-    free = [min(size, card.memory_bytes) for size in memory] or [card.memory_bytes]
-    return [max(size - card.outside_bytes, 0) // _PAGE * _PAGE for size in free]
-
-
-_PAGE = 2 << 20  # in which a driver gives memory
-
-
 def _environment(
-    card: cards.Card, rooms: Sequence[int], given: Given, preloaded: str, cuda: str, answer: str
+    card: cards.Card, given: Given, preloaded: str, cuda: str, answer: str
 ) -> dict[str, str]:
-    request = {"answer": answer, "rooms": rooms, "installs": given.installs, "levels": given.levels}
+    free = [min(size, card.memory_bytes) for size in given.memory] or [card.memory_bytes]
+    request = {
+        "answer": answer,
+        "free": free,
+        "beside": dataclasses.asdict(card.beside),
+        "installs": given.installs,
+        "levels": given.levels,
+    }
     major, minor = (*cuda.split("."), "0")[:2]
     before = os.environ.get("LD_PRELOAD")
     return {
@@ -135,7 +133,7 @@ def _environment(
         "STANDIN_CARD": card.standin,
         "STANDIN_CUDNN": card.cudnn(int(major) * 1000 + int(minor) * 10),
         "STANDIN_MEMORY": str(card.memory_bytes),
-        "STANDIN_LIMIT": str(max(rooms)),
+        "STANDIN_LIMIT": str(max(free)),
         "STANDIN_FILL_MOST": str(_FILL_MOST),
         "STANDIN_GPUS": "1",
         "REBATCH_FIT": json.dumps(request),
@@ -150,10 +148,9 @@ def _describe(status: int) -> str:
 
 def run(card: cards.Card, given: Given, preloaded: str, cuda: str) -> dict[str, Any]:
     """What the program answers for a card: {"rows": ...}, or {"error": ...}."""
-    rooms = _rooms(card, given.memory)
     with tempfile.TemporaryDirectory(prefix="rebatch-fit-") as folder:
         answer = os.path.join(folder, "answer.json")
-        environment = _environment(card, rooms, given, preloaded, cuda, answer)
+        environment = _environment(card, given, preloaded, cuda, answer)
         sys.stdout.flush()
         try:
             done = subprocess.run(given.program, env=environment, stdout=sys.stderr)

@@ -22,7 +22,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
     best, after = found["best"], found["next"]
     micro = best["samples"] if best else 0
     batch = max(answer["batch"], micro)
-    outside = card.outside_bytes
+    outside = answer["outside_bytes"]
     held = dict(best["held"]) if best else {}
     if best:
         held["activations"] = best["peak"] - sum(held.values())
@@ -58,7 +58,7 @@ def of_cards(cards: Sequence[Card]) -> str:
     """The cards that are known."""
     lines = [f"{'--gpu':<12} {'memory':>11}  {'beside':>9}  name"]
     lines += [
-        f"{card.short:<12} {_gib(card.memory_bytes):>11}  {_gib(card.outside_bytes):>9}  "
+        f"{card.short:<12} {_gib(card.memory_bytes):>11}  {_gib(card.beside.most):>9}  "
         f"{card.name}{'' if card.is_measured else ' (estimated)'}"
         for card in cards
     ]

@@ -17,6 +17,9 @@ import torch
 
 from rebatch.fit.search import Line, Sizes, largest_size, line_of
 
+# Libraries that take memory of a GPU, as the stand-in has them.
+_CUBLAS, _CUBLAS_EX, _CUDNN = 1, 2, 4
+
 # The first makes the optimizer's state, and the others run beside it.
 _UPDATES = 3
 _DONE, _FAILED = 0, 1
@@ -46,7 +49,8 @@ def _standin() -> Any:
         library.standin_set_memory.restype = None
         library.standin_peak.argtypes = [ctypes.c_size_t, ctypes.c_bool]
         library.standin_peak.restype = ctypes.c_size_t
-        library.standin_kernels.argtypes, library.standin_kernels.restype = [], ctypes.c_size_t
+        library.standin_libraries.argtypes = []
+        library.standin_libraries.restype = ctypes.c_uint
     except AttributeError:
         raise FitError("rebatch: libcuda.so.1 is a GPU's driver: expected the stand-in") from None
     return library
@@ -60,7 +64,7 @@ class Tried:
     fits: bool
     peak: int = 0  # in use, of PyTorch's allocator
     reserved: int = 0  # held by it
-    kernels: int = 0  # that were loaded
+    libraries: int = 0  # that were used: bits
     held: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak, by what holds it
     why: str = ""  # it does not fit
 
@@ -141,7 +145,7 @@ class _Attempt:
             True,
             peak=max(peak, torch.cuda.max_memory_allocated(device)),
             reserved=library.standin_peak(device.index or 0, False),
-            kernels=library.standin_kernels(),
+            libraries=library.standin_libraries(),
             held=self._held(device),
         )
 
@@ -275,6 +279,7 @@ class Row:
     tries: int = 0
 
 
+_PAGE = 2 << 20  # in which a driver gives memory
 # More than any card has: what a size takes without a limit.
 _UNLIMITED = 1 << 50
 
@@ -284,6 +289,7 @@ class Search:
 
     def __init__(self, training: _Training, batch: Any, installs: bool = False):
         self._training, self._batch, self._installs = training, batch, installs
+        self.libraries = 0  # that were used, in all tries
         self._cut = training.program.cut
         self.samples: int = self._cut.length(batch)
 
@@ -320,12 +326,23 @@ class Search:
 
     def _try(self, size: int, room: int, level: int) -> Tried:
         request = _Request(size, room, level, self._installs)
-        return _try_in_copy(self._training, self._batch, self.samples, request)
+        tried = _try_in_copy(self._training, self._batch, self.samples, request)
+        self.libraries |= tried.libraries
+        return tried
+
+    def outside(self, beside: dict[str, int]) -> int:
+        """What the process takes beside the allocator, by the libraries that it has used."""
+        has_kernels = self.libraries & (_CUBLAS_EX | _CUDNN)
+        return (
+            beside["context"]
+            + beside["cublas"] * bool(self.libraries & _CUBLAS)
+            + beside["kernels"] * bool(has_kernels)
+        )
 
 
 def fit_and_exit(training: _Training, batch: Any, asked: str) -> None:
     """Answers the command that started the program, and ends it. `asked` is JSON: where the answer
-    goes, and the rooms."""
+    goes, what memory is free, and what a process takes of it beside the allocator."""
     request = json.loads(asked)
     began = time.perf_counter()
     answer: dict[str, Any] = {}
@@ -358,9 +375,12 @@ def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[st
     search = Search(training, batch, request["installs"])
     levels = range(1 + (len(training.callbacks.rungs) if request["levels"] else 0))
     lines = [search.line(level) for level in levels]
-    rows = [search.row(room, lines[level], level) for room in request["rooms"] for level in levels]
+    outside = search.outside(request["beside"])
+    rooms = [max(free - outside, 0) // _PAGE * _PAGE for free in request["free"]]
+    rows = [search.row(room, lines[level], level) for room in rooms for level in levels]
     return {
         "batch": search.samples,
+        "outside_bytes": outside,
         "allocator": "rebatch" if request["installs"] or _is_installed() else "native",
         "rows": [dataclasses.asdict(row) for row in rows],
     }

@@ -26,7 +26,7 @@ enum type { HANDLE = 0, INT64 = 3, DESCRIPTOR = 15, CHAR = 24 };
 constexpr int DEVICEPROP_DESCRIPTOR = 38;
 constexpr int64_t SIMPLE_WORKSPACE_BYTES = 1 << 20;
 
-char simple; /* the handle and all descriptors of the simple answers */
+char simple; /* all descriptors of the simple answers */
 
 /* cuDNN's own functions, and the properties of the GPU as a descriptor of its. */
 struct cudnn {
@@ -86,7 +86,8 @@ int device_attribute(int name)
 
 STANDIN_API int cudnnCreate(void **out)
 {
-    *out = &simple;
+    standin::note_library(standin::CUDNN);
+    *out = standin::new_handle();
     return 0;
 }
 

@@ -2,17 +2,57 @@
  * Their headers are not needed: what is passed are pointers and numbers, from 0 for success. */
 #include <string.h>
 
+#include <atomic>
+
 #include "standin.h"
 
 namespace
 {
-char handle;
 constexpr size_t SMALL_BYTES = 1 << 12;
+std::atomic<unsigned> used;
 } // namespace
+
+namespace standin
+{
+
+void note_library(library l)
+{
+    used |= l;
+}
+
+void *new_handle(void)
+{
+    static std::atomic<uintptr_t> last;
+    return (void *)(last += 64);
+}
+
+} // namespace standin
+
+using namespace standin;
+
+/* Which libraries were used, as bits of `library`: each takes memory of the GPU. */
+STANDIN_API unsigned standin_libraries(void)
+{
+    return used;
+}
 
 STANDIN_API int cublasCreate_v2(void **out)
 {
-    *out = &handle;
+    note_library(CUBLAS);
+    *out = new_handle();
+    return 0;
+}
+
+/* Products in half precision are among these. */
+STANDIN_API int cublasGemmEx(void)
+{
+    note_library(CUBLAS_EX);
+    return 0;
+}
+
+STANDIN_API int cublasGemmStridedBatchedEx(void)
+{
+    note_library(CUBLAS_EX);
     return 0;
 }
 
@@ -40,7 +80,7 @@ STANDIN_API int cublasLtMatmulAlgoGetHeuristic(void *, void *, void *, void *, v
 
 STANDIN_API int cublasLtCreate(void **out)
 {
-    *out = &handle;
+    *out = new_handle();
     return 0;
 }
 

@@ -121,6 +121,13 @@ unsigned long long capture_of(void *stream);
 code begin_capture(void *stream);
 code end_capture(void *stream);
 
+/* ---- CUDA's libraries (libraries.cc) ---- */
+
+enum library { CUBLAS = 1, CUBLAS_EX = 2, CUDNN = 4 };
+void note_library(library l);
+/* One that no other is like: PyTorch has a workspace for each handle of cuBLAS. */
+void *new_handle(void);
+
 /* ---- finding functions (lookup.cc) ---- */
 
 /* The driver's function of that name, without its version; NULL: the stand-in has none. */
