@@ -66,7 +66,6 @@ class Tried:
     reserved: int = 0  # held by it
     libraries: int = 0  # that were used: bits
     held: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak, by what holds it
-    why: str = ""  # it does not fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +125,7 @@ class _Attempt:
         from rebatch.torch.session.oom import is_oom
 
         peak, device = 0, self._training.program.device
+        ooms = _ooms(device)
         try:
             for _ in range(_UPDATES):
                 self._training._run(self._batch)
@@ -136,9 +136,10 @@ class _Attempt:
                     self._update()
                 peak = max(peak, report.peak_bytes)
         except Exception as error:
-            if not is_oom(error):
+            # Where memory ran out, what is said of contents is not so: no kernel compared them.
+            if not is_oom(error) and _ooms(device) == ooms:
                 raise
-            return Tried(self._size, False, why=_first_line(error))
+            return Tried(self._size, False)
         library = _standin()
         return Tried(
             self._size,
@@ -182,6 +183,14 @@ class _Attempt:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _ooms(device: torch.device) -> int:
+    """Allocations that have failed."""
+    from rebatch.torch.allocator.install import stats
+
+    native = int(torch.cuda.memory_stats(device)["num_ooms"])
+    return native + (stats(device)["ooms"] if _is_installed() else 0)
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:

@@ -54,8 +54,7 @@ struct cudnn {
             gpu = made;
     }
 
-    template <typename function>
-    static void find(function &out, void *library, const char *name)
+    template <typename function> static void find(function &out, void *library, const char *name)
     {
         out = (function)dlsym(library, name);
     }

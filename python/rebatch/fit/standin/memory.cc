@@ -43,7 +43,7 @@ struct state {
     size_t limit[GPUS_MOST]; /* what this process may use; the rest is as if another used it */
     size_t used[GPUS_MOST];
     size_t peak[GPUS_MOST]; /* of `used` */
-    size_t host_bytes; /* that can still be mapped beside that of a GPU */
+    size_t host_bytes;      /* that can still be mapped beside that of a GPU */
     size_t allocations = 0;
     /* How many allocations are still to succeed before one fails, or all do; 0: none fails. */
     size_t until_failure = 0;

@@ -39,12 +39,30 @@ struct layer {
                     &precision, &math, &inputs, &hidden, &projected, &layers, &dropout, &flags);
     }
 
-    int gates() const { return cell == LSTM ? 4 : cell == GRU ? 3 : 1; }
-    int directions() const { return direction == UNIDIRECTIONAL ? 1 : 2; }
-    size_t element() const { return type == DATA_FLOAT ? 4 : type == DATA_DOUBLE ? 8 : 2; }
-    int64_t outputs() const { return projected && projected != hidden ? projected : hidden; }
-    bool has_projection() const { return outputs() != hidden; }
-    int biases() const { return bias == NO_BIAS ? 0 : bias == DOUBLE_BIAS ? 2 : 1; }
+    int gates() const
+    {
+        return cell == LSTM ? 4 : cell == GRU ? 3 : 1;
+    }
+    int directions() const
+    {
+        return direction == UNIDIRECTIONAL ? 1 : 2;
+    }
+    size_t element() const
+    {
+        return type == DATA_FLOAT ? 4 : type == DATA_DOUBLE ? 8 : 2;
+    }
+    int64_t outputs() const
+    {
+        return projected && projected != hidden ? projected : hidden;
+    }
+    bool has_projection() const
+    {
+        return outputs() != hidden;
+    }
+    int biases() const
+    {
+        return bias == NO_BIAS ? 0 : bias == DOUBLE_BIAS ? 2 : 1;
+    }
 
     /* Columns of the matrix of a gate: those of the input first, then the recurrent ones. */
     int64_t columns(int pseudo_layer, bool is_recurrent) const
@@ -69,8 +87,14 @@ struct layer {
         return sum;
     }
 
-    int pseudo_layers() const { return layers * directions(); }
-    int64_t biases_of_layer() const { return (int64_t)biases() * gates() * hidden; }
+    int pseudo_layers() const
+    {
+        return layers * directions();
+    }
+    int64_t biases_of_layer() const
+    {
+        return (int64_t)biases() * gates() * hidden;
+    }
 };
 
 /* What a descriptor of a batch says. */
@@ -121,34 +145,36 @@ STANDIN_API int cudnnGetRNNWeightParams(void *, void *descriptor, int pseudo_lay
     if (matrix) {
         const int64_t of_inputs = (int64_t)l.hidden * l.columns(pseudo_layer, false);
         const int64_t of_outputs = (int64_t)l.hidden * l.columns(pseudo_layer, true);
-        const int64_t at = l.all_matrices(pseudo_layer) +
-                           (is_recurrent ? gates * of_inputs + (linear - gates) * of_outputs
-                                         : linear * of_inputs);
+        const int64_t at =
+            l.all_matrices(pseudo_layer) +
+            (is_recurrent ? gates * of_inputs + (linear - gates) * of_outputs : linear * of_inputs);
         *matrix = has_matrix ? (char *)weights + at * (int64_t)l.element() : nullptr;
         describe(matrix_descriptor, l.type, is_projection ? l.outputs() : l.hidden,
                  is_projection ? l.hidden : l.columns(pseudo_layer, is_recurrent));
     }
     if (bias) {
-        const int64_t at = l.all_matrices(l.pseudo_layers()) +
-                           pseudo_layer * l.biases_of_layer() + (int64_t)linear * l.hidden;
+        const int64_t at = l.all_matrices(l.pseudo_layers()) + pseudo_layer * l.biases_of_layer() +
+                           (int64_t)linear * l.hidden;
         *bias = has_bias ? (char *)weights + at * (int64_t)l.element() : nullptr;
         describe(bias_descriptor, l.type, l.hidden, 1);
     }
     return 0;
 }
 
-/* Estimates: in training a layer keeps its gates, its cell's state and its outputs of each step,
- * and its backward pass needs the gradients of the gates. */
+/* Estimates, by a training of three layers of LSTM on an H100: each layer keeps its gates and its
+ * cell's state of each step, and all but the last their outputs; a backward pass works on the gates
+ * of two layers. */
 STANDIN_API int cudnnGetRNNTempSpaceSizes(void *, void *descriptor, int, void *data,
                                           size_t *workspace, size_t *reserve)
 {
     const layer l(descriptor);
     const batch b(data);
-    const size_t states = (size_t)b.length * (size_t)b.samples * (size_t)l.hidden *
-                          (size_t)l.pseudo_layers() * l.element();
+    const size_t state = (size_t)b.length * (size_t)b.samples * (size_t)l.hidden * l.element();
+    const size_t count = (size_t)l.pseudo_layers(), gates = (size_t)l.gates();
+    const size_t directions = (size_t)l.directions();
     if (reserve)
-        *reserve = states * (size_t)(l.gates() + 2);
+        *reserve = state * (count * (gates + 2) - directions);
     if (workspace)
-        *workspace = states * (size_t)l.gates();
+        *workspace = state * gates * (count < 2 * directions ? count : 2 * directions);
     return 0;
 }
