@@ -64,11 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits, "
         "127 PROGRAM does not exist",
     )
-    parser.add_argument("--gpu", type=_named, default=[], metavar="CARD[,CARD]...",
+    parser.add_argument("--gpu", type=_named, action="extend", default=[], metavar="CARD[,CARD]...",
                         help='for example "H100 80GB" or t4,l4,a100-40')  # fmt: skip
     parser.add_argument(
         "--memory",
         type=lambda text: [_size(part) for part in text.split(",")],
+        action="extend",
         default=[],
         metavar="SIZE[,SIZE]...",
         help="memory that is free before the program starts, for example 24GiB; default: all",
