@@ -41,35 +41,37 @@ int rbi_fit_help(int count, char **arguments)
 }
 
 /* That of the program, where it is a Python: its PyTorch is the one that counts. */
-static const char *python_of(int count, char **arguments)
+static char *python_of(int count, char **arguments)
 {
+    static char usual[] = "python3";
     for (int i = 0; i + 1 < count; i++) {
         if (strcmp(arguments[i], "--") != 0)
             continue;
-        const char *program = arguments[i + 1];
+        char *program = arguments[i + 1];
         const char *slash = strrchr(program, '/');
         if (strncmp(slash ? slash + 1 : program, "python", strlen("python")) == 0)
             return program;
         break;
     }
-    return "python3";
+    return usual;
 }
 
 int rbi_fit_main(int count, char **arguments)
 {
     if (count > 0 && rbi_command_is_help(arguments[0]))
         return rbi_fit_help(0, NULL);
-    const char *python = python_of(count, arguments);
-    const char **words = calloc((size_t)count + 4, sizeof *words);
+    static char module[] = "-m", package[] = "rebatch.fit";
+    char *python = python_of(count, arguments);
+    char **words = calloc((size_t)count + 4, sizeof *words);
     if (!words) {
         fputs("rebatch: there is no memory for the arguments\n", stderr);
         return RBI_EXIT_FAILED;
     }
     words[0] = python;
-    words[1] = "-m";
-    words[2] = "rebatch.fit";
+    words[1] = module;
+    words[2] = package;
     memcpy(words + 3, arguments, (size_t)count * sizeof *words);
-    (void)execvp(python, (char **)words);
+    (void)execvp(python, words);
     const int error = errno;
     free(words);
     return rbi_child_refuse(python, error);

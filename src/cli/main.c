@@ -19,8 +19,7 @@ static const char main_help[] =
     "  rebatch config check FILE          look for mistakes in a settings file\n"
     "  rebatch config show [FILE]         print every setting, and where its value comes from\n"
     "  rebatch config example             print a settings file with every default, and comments\n"
-    "  rebatch help COMMAND               more about probe, fit, run or config
-"
+    "  rebatch help COMMAND               more about probe, fit, run or config\n"
     "  rebatch --version                  print the version\n"
     "\n"
     "exit status: 0 success, 1 failure, 2 wrong usage, 3 nothing fits, 4 mistakes\n"
