@@ -1,4 +1,4 @@
-"""Tests on a GPU: a real one, or the stand-in where that is preloaded (python/rebatch/fit/standin)."""
+"""Tests on a GPU: a real one, or the stand-in that is preloaded (python/rebatch/fit/standin)."""
 
 import ctypes
 import gc
