@@ -1,9 +1,9 @@
 """The cards that are known by name: their memory, and what decides which kernels and workspaces
 PyTorch uses on them. Must not know PyTorch.
 
-The H100 was measured; an H200 has the same processors. Of the others the memory is what PyTorch
-says that they have, from public reports, and what a process takes beside PyTorch's allocator is
-estimated."""
+The H100 was measured. Of the others the memory is what PyTorch says that they have, from public
+reports, and what a process takes beside PyTorch's allocator is estimated: of the H200, which has
+the same processors, as that of the H100."""
 
 import dataclasses
 import difflib
@@ -133,7 +133,8 @@ def _card(
     l2_mib: int,
     bus_bits: int,
     clocks_mhz: tuple[int, int],
-    measured: Optional[Beside] = None,
+    beside: Optional[Beside] = None,
+    is_measured: bool = False,
 ) -> Card:
     return Card(
         name=name,
@@ -145,13 +146,17 @@ def _card(
         bus_bits=bus_bits,
         clock_khz=clocks_mhz[0] * 1000,
         memory_clock_khz=clocks_mhz[1] * 1000,
-        beside=measured or _estimated(processors),
-        is_measured=measured is not None,
+        beside=beside or _estimated(processors),
+        is_measured=is_measured,
     )
 
 
 CARDS = [
-    _card("NVIDIA H100 80GB HBM3", "h100", 79.179, (9, 0), 132, 50, 5120, (1980, 2619), _HOPPER),
+    _card(
+        *("NVIDIA H100 80GB HBM3", "h100", 79.179, (9, 0), 132, 50, 5120, (1980, 2619)),
+        beside=_HOPPER,
+        is_measured=True,
+    ),
     _card("NVIDIA H200", "h200", 139.80, (9, 0), 132, 60, 6144, (1980, 3201), _HOPPER),
     _card("NVIDIA H100 PCIe", "h100-pcie", 79.18, (9, 0), 114, 50, 5120, (1755, 1593)),
     _card("NVIDIA H100 NVL", "h100-nvl", 93.10, (9, 0), 132, 50, 6144, (1785, 2619)),
