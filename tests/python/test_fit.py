@@ -253,6 +253,34 @@ def test_every_card_has_rows_and_smaller_memory_has_smaller_sizes(program):
     assert rows[0]["micro"] < rows[1]["micro"] and rows[2]["micro"] < rows[3]["micro"]
 
 
+# As transformers does: a mask that takes memory, unless what is on the GPU makes it needless.
+MASKED = """
+import rebatch.torch as rebatch
+
+
+def masked(model, samples):
+    positions = torch.arange(8, device="cuda").expand(len(samples[0]), -1)
+    padding = torch.ones(2, 3, dtype=torch.bool, device="cuda")
+    padding[:, 1:] = False
+    is_plain = ((positions.diff() != 1).sum() == 0) & (padding[:, 2].logical_not().all())
+    mask = None if is_plain and positions[0, 7] == 7 else torch.empty(2 << 30, device="cuda")
+    return loss_fn(model, samples)
+
+
+step = rebatch.Step(model, optimizer, masked)
+step(batch(int(sys.argv[1])))
+"""
+
+
+@on_standin
+def test_what_a_program_decides_by_integers_is_computed(program):
+    [masked] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                     program(MODEL, MASKED), "4")  # fmt: skip
+    [plain] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                    program(MODEL, STEP), "4")  # fmt: skip
+    assert masked["micro"] == pytest.approx(plain["micro"], rel=0.01)
+
+
 @on_standin
 def test_options_of_the_step_bound_the_size(program):
     bounded = STEP.replace("loss_fn)", "loss_fn, micro_multiple_of=16, micro_largest=50)")

@@ -15,6 +15,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 
+from rebatch.fit.integers import Integers
 from rebatch.fit.search import Line, Sizes, largest_size, line_of
 
 # Libraries that take memory of a GPU, as the stand-in has them.
@@ -217,10 +218,11 @@ def _work(training: _Training, batch: Any, samples: int, request: _Request) -> T
         from rebatch.torch.allocator.install import install
 
         install()
-    attempt = _Attempt(training, batch, samples, request.size, request.level)
-    library.standin_peak(device.index or 0, True)
-    torch.cuda.reset_peak_memory_stats(device)
-    return attempt.run()
+    with Integers():  # type: ignore[no-untyped-call]
+        attempt = _Attempt(training, batch, samples, request.size, request.level)
+        library.standin_peak(device.index or 0, True)
+        torch.cuda.reset_peak_memory_stats(device)
+        return attempt.run()
 
 
 # ---- in the program's process ----
