@@ -395,7 +395,7 @@ static uint64_t count_steps(const rebatch_pool *pool)
 void rbi_pool_check_state(const rebatch_pool *pool)
 {
     static _Atomic uint64_t saved; /* steps that were not made yet */
-    if ((saved += STEPS_A_CALL) < count_steps(pool))
+    if (atomic_fetch_add(&saved, STEPS_A_CALL) + STEPS_A_CALL < count_steps(pool))
         return;
     saved = 0;
     if (!is_state_valid(pool))
