@@ -101,6 +101,10 @@ def fit(*arguments, **environment):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
+        (
+            ["--gpu", "t4", "--memory", "24GiB", "--", "python3"],
+            "24.00 GiB of the 14.56 GiB of t4: expected no more than it has",
+        ),
         (["--gpu", "h200x", "--", "python3"], "there is no card 'h200x': expected one such as"),
         (["--gpu", "l4"], 'there is no program: expected "-- PROGRAM [ARGUMENT]..."'),
         (["--", "python3", "train.py"], "there is no card: expected --gpu, or --memory"),

@@ -98,8 +98,15 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
         parser.error('there is no program: expected "-- PROGRAM [ARGUMENT]..."')
     if not (given.gpu or given.memory):
         parser.error("there is no card: expected --gpu, or --memory for an H100 with less")
+    chosen = given.gpu or [cards.find("h100")]
+    for card in chosen:
+        if max(given.memory, default=0) > card.memory_bytes:
+            parser.error(
+                f"argument --memory: {max(given.memory) / 2**30:.2f} GiB of the "
+                f"{card.memory_bytes / 2**30:.2f} GiB of {card.short}: expected no more than it has"
+            )
     return Given(
-        cards=given.gpu or [cards.find("h100")],
+        cards=chosen,
         memory=given.memory,
         is_json=given.json,
         installs=given.install,
@@ -118,7 +125,7 @@ def _python_of(program: Sequence[str]) -> str:
 def _environment(
     card: cards.Card, given: Given, preloaded: str, cuda: str, answer: str
 ) -> dict[str, str]:
-    free = [min(size, card.memory_bytes) for size in given.memory] or [card.memory_bytes]
+    free = given.memory or [card.memory_bytes]
     request = {
         "answer": answer,
         "free": free,
