@@ -28,7 +28,8 @@ objects = $(patsubst %.c,$(BUILD)/%.o,$(1))
 LIB_OBJ := $(call objects,$(LIB_SRC))
 STATIC := $(BUILD)/librebatch.a
 # Before 1.0 a new minor version may change structs, so it is another library.
-SONAME := librebatch.so.$(if $(filter 0,$(MAJOR)),0.$(call version_of,MINOR),$(MAJOR))
+SOVERSION := $(if $(filter 0,$(MAJOR)),0.$(call version_of,MINOR),$(MAJOR))
+SONAME := librebatch.so.$(SOVERSION)
 SHARED := $(BUILD)/librebatch.so.$(VERSION)
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 
@@ -53,9 +54,16 @@ $(STATIC): $(LIB_OBJ)
 	@rm -f $@
 	$(Q)$(AR) rcs $@ $^
 
+# What the library exports, and under which version. -Wl would cut the path of a sanitizer build at its comma.
+EXPORTS := $(BUILD)/librebatch.map
+$(EXPORTS): scripts/librebatch.map.in include/rebatch/version.h
+	@mkdir -p $(@D)
+	@sed -e 's|@soversion@|$(SOVERSION)|' $< > $@
+
 # A sanitizer's runtime is in the program, not in the library.
-$(SHARED): $(LIB_OBJ)
-	$(Q)$(CC) $(SANITIZE) $(LDFLAGS) -shared -Wl,-soname,$(SONAME) $(if $(SAN),,-Wl,--no-undefined) -o $@ $^ $(LIBS)
+$(SHARED): $(LIB_OBJ) $(EXPORTS)
+	$(Q)$(CC) $(SANITIZE) $(LDFLAGS) -shared -Wl,-soname,$(SONAME) -Xlinker --version-script=$(EXPORTS) \
+	    $(if $(SAN),,-Wl,--no-undefined) -o $@ $(LIB_OBJ) $(LIBS)
 	@ln -sf $(@F) $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
