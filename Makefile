@@ -101,6 +101,16 @@ promises: ## which tests hold which promise of the contract: build/promises.md
 	@scripts/promises >build/promises.md
 	@echo build/promises.md
 
+check-abi: ## fails, with the names, if programs built with the last release of this soname would not run
+	@scripts/install-deps build abi
+	$(SUBMAKE) $(SHARED)
+	@scripts/check-abi $(SHARED)
+
+new-abi: ## makes this library the release that check-abi compares with, in tests/abi
+	@scripts/install-deps build abi
+	$(SUBMAKE) $(SHARED)
+	@scripts/check-abi --write $(SHARED)
+
 MAN := $(DESTDIR)$(prefix)/share/man
 DOC := $(DESTDIR)$(prefix)/share/doc/rebatch
 install: ## into DESTDIR/prefix: libraries, headers, command, man pages, documents, examples
