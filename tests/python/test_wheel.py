@@ -1,15 +1,17 @@
-"""The wheel of `make wheel`: its platform tag is one that a package index takes."""
+"""What `make wheel` builds: a wheel for glibc 2.28, and a source distribution that builds anywhere."""
 
 import os
 import pathlib
 import re
 import subprocess
+import sys
+import tarfile
 import zipfile
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NAME = re.compile(r"rebatch-[\d.]+-py3-none-(manylinux_2_\d+_\w+)\.whl")
+NAME = re.compile(r"rebatch-[\d.]+-py3-none-(manylinux_2_28_\w+)\.whl")
 
 
 def link(output, *arguments):
@@ -21,8 +23,9 @@ def link(output, *arguments):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel with an allocator, which needs a library that PyTorch brings."""
+def built(tmp_path_factory):
+    """The wheel, with an allocator that needs a library which PyTorch brings, and the source
+    distribution."""
     folder = tmp_path_factory.mktemp("wheel")
     fronts = folder / "fronts"
     fronts.mkdir()
@@ -36,12 +39,18 @@ def wheel(tmp_path_factory):
         [ROOT / "scripts/wheel", folder / "out"], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (path,) = (folder / "out").glob("*.whl")
-    assert result.stdout == f"built {path}\n"
-    return path
+    (wheel,) = (folder / "out").glob("*.whl")
+    (sources,) = (folder / "out").glob("*.tar.gz")
+    assert result.stdout == f"built {wheel}\nbuilt {sources}\n"
+    return wheel, sources
 
 
-def test_the_tag_is_one_of_manylinux(wheel):
+@pytest.fixture(scope="module")
+def wheel(built):
+    return built[0]
+
+
+def test_the_tag_is_of_glibc_2_28(wheel):
     tag = NAME.fullmatch(wheel.name)
     assert tag, wheel.name
     with zipfile.ZipFile(wheel) as archive:
@@ -63,3 +72,17 @@ def test_pip_installs_it_where_it_was_built(wheel, tmp_path):
     pip = [ROOT / "build/wheel-venv/bin/python", "-m", "pip", "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--no-deps", "--target", tmp_path, wheel], check=True)
     assert (tmp_path / "rebatch/librebatch.so").stat().st_size > 0
+
+
+def test_the_source_distribution_builds_the_same_package(built, wheel, tmp_path):
+    with tarfile.open(built[1]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    environment = {**os.environ, "CFLAGS": "-O0"}
+    native = [sys.executable, folder / "native.py", tmp_path / "out"]
+    subprocess.run(native, check=True, env=environment, cwd=tmp_path)
+    made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+    expected = {name for name in names if name.startswith("rebatch/")}
+    assert expected - made == {"rebatch/torch/allocator/front-torch2.9-cu13.so"}

@@ -1,0 +1,47 @@
+/* For binaries that run with glibc 2.28 and libstdc++ 8, built where newer ones are: scripts/wheel
+ * has the compiler include this file first. It names the versions of functions that both have.
+ * auditwheel finds what is missing here. */
+#pragma once
+#include <features.h>
+
+/* The first version of glibc on a processor, and of its struct stat. */
+#if defined __x86_64__
+#define RBI_GLIBC "GLIBC_2.2.5"
+#define RBI_STAT_VERSION 1
+#elif defined __aarch64__
+#define RBI_GLIBC "GLIBC_2.17"
+#define RBI_STAT_VERSION 0
+#else
+#error "rebatch: glibc's first version for this processor is unknown; expected x86-64 or aarch64"
+#endif
+#define RBI_FIRST(name) __asm__(".symver " #name "," #name "@" RBI_GLIBC);
+
+/* Moved to libc.so in 2.32 and 2.34. */
+RBI_FIRST(dlopen)
+RBI_FIRST(dlsym)
+RBI_FIRST(pthread_create)
+RBI_FIRST(pthread_join)
+RBI_FIRST(pthread_once)
+RBI_FIRST(pthread_sigmask)
+/* Since 2.29 it leaves errors to errno. */
+RBI_FIRST(pow)
+
+#ifdef __cplusplus
+/* A variable since 2.32; zero: several threads can run. */
+#include <sys/single_threaded.h>
+extern "C" __attribute__((visibility("hidden"), weak)) char __libc_single_threaded = 0;
+/* What C++20 added to string streams is compiled rather than taken from libstdc++. */
+#include <istream>
+#include <string>
+#undef _GLIBCXX_EXTERN_TEMPLATE
+#define _GLIBCXX_EXTERN_TEMPLATE 0
+#include <sstream>
+#undef _GLIBCXX_EXTERN_TEMPLATE
+#define _GLIBCXX_EXTERN_TEMPLATE 1
+#else
+/* A function since 2.33. */
+#include <sys/stat.h>
+extern int __fxstat(int, int, struct stat *);
+RBI_FIRST(__fxstat)
+#define fstat(descriptor, status) __fxstat(RBI_STAT_VERSION, descriptor, status)
+#endif
