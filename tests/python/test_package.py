@@ -95,3 +95,12 @@ def test_a_wrong_limit_in_the_environment_is_one_sentence(monkeypatch):
 def test_importing_loads_no_torch():
     program = "import sys, rebatch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_importing_without_pytorch_says_what_to_install():
+    program = "import sys; sys.modules['torch'] = None; import rebatch.torch"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1] == (
+        "ImportError: rebatch.torch needs PyTorch 2.8 or newer, which is not installed: "
+        "run `pip install torch`"
+    )

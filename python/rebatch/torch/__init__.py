@@ -10,7 +10,14 @@ A training loop with a Step::
         loss = step(batch)                          # as many micro-batches as memory asks for
 """
 
-import torch as _torch
+try:
+    import torch as _torch
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":  # PyTorch is there, and lacks something itself
+        raise
+    raise ImportError(
+        "rebatch.torch needs PyTorch 2.8 or newer, which is not installed: run `pip install torch`"
+    ) from None
 
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
     raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")

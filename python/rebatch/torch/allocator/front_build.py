@@ -80,8 +80,9 @@ def compiler() -> list[str]:
         if shutil.which(candidate[0]):
             return candidate
     raise FrontError(
-        "rebatch: no C++ compiler was found, which install() needs once; install g++ (Debian and "
-        "Ubuntu: apt-get install g++), or set CXX"
+        "rebatch: no C++ compiler was found, which install() needs once for a PyTorch that this "
+        "package brings no allocator for; install g++, set CXX, or leave install() out: Step works "
+        "without it"
     )
 
 
