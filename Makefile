@@ -84,6 +84,10 @@ wheel: ## the Python package as one file in build/wheel (a release: FRONTS=all)
 	@PYTHON=$(PYTHON) scripts/install-deps python
 	@PYTHON=$(PYTHON) scripts/wheel build/wheel $(FRONTS)
 
+test-wheel: ## what FRONTS=all built, beside three versions of PyTorch that it installs (10 GB)
+	@PYTHON=$(PYTHON) scripts/install-deps python
+	@PYTHON=$(PYTHON) scripts/test-wheel "$$(ls build/wheel/*.whl)" $(FRONTS)
+
 lint: ## format, banned calls, include order, headers alone, what the contract names
 	@PYTHON=$(PYTHON) scripts/install-deps build lint python
 	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)

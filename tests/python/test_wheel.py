@@ -1,4 +1,4 @@
-"""What `make wheel` builds: a wheel for glibc 2.28, and a source distribution that builds anywhere."""
+"""What `make wheel` builds: a wheel for glibc 2.28, and sources that build anywhere."""
 
 import os
 import pathlib
