@@ -93,11 +93,15 @@ lint: ## format, banned calls, include order, headers alone, what the contract n
 	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)
 	@scripts/lint
 
-docs: ## API reference in build/docs/html; checks it and the man pages
+docs: ## the site with the APIs in build/docs/html; checks its links and the man pages
 	@scripts/install-deps build docs
 	$(SUBMAKE) $(MAN_PAGES)
-	@mkdir -p build/docs
+	@PYTHON=$(PYTHON) scripts/docs-env build/docs/venv
+	@rm -rf build/docs/doxygen build/docs/html && mkdir -p build/docs/doxygen
 	@VERSION=$(VERSION) doxygen docs/Doxyfile
+	@VERSION=$(VERSION) build/docs/venv/bin/sphinx-build -qEW --keep-going -c docs -d build/docs/doctrees . build/docs/html
+	@cp build/docs/html/README.html build/docs/html/index.html
+	@scripts/check-links build/docs/html
 	@scripts/check-man $(MAN_PAGES)
 
 promises: ## which tests hold which promise of the contract: build/promises.md
