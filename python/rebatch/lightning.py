@@ -97,9 +97,9 @@ class Rebatch(Callback):
     along the samples; a batch that cannot be cut, and a batch of several processes, stays whole.
 
     Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. The size of
-    the micro-batches and the OOMs of a batch go to the Trainer's loggers as rebatch/micro and
-    rebatch/ooms, with its other values and after each OOM; with log_report=True all fields of
-    `report` do. Its checkpoints keep the micro-batch size."""
+    the micro-batches, the OOMs so far and the peak of memory go to the Trainer's loggers as
+    rebatch/micro, rebatch/ooms_total and rebatch/peak_bytes, with its other values and after each
+    OOM; with log_report=True all that numbers() has. Its checkpoints keep the micro-batch size."""
 
     def __init__(self, **options: Any):
         for name in _OF_THE_TRAINER:
@@ -118,6 +118,10 @@ class Rebatch(Callback):
     def report(self) -> Report:
         """What the last batch needed: rebatch.torch.Step.report."""
         return self._step.backward.report if self._step else Report()
+
+    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
+        """What all batches of the training needed: rebatch.torch.Step.numbers()."""
+        return self._step.backward.numbers(prefix) if self._step else {}
 
     # ---- hooks of Lightning ----
 
@@ -148,7 +152,7 @@ class Rebatch(Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics(
-                numbers_of_trainer(self.report, self._logs_report),
+                numbers_of_trainer(self.numbers(), self._logs_report),
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
 

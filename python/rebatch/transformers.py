@@ -8,7 +8,6 @@ In place of transformers.Trainer::
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -82,6 +81,10 @@ class RebatchMixin(_Trainer):
         """What the last batch needed: rebatch.torch.Step.report."""
         return self._rebatch.backward.report if self._rebatch.backward else Report()
 
+    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
+        """What all batches of the training needed: rebatch.torch.Step.numbers()."""
+        return self._rebatch.backward.numbers(prefix) if self._rebatch.backward else {}
+
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """transformers.Trainer.train()."""
         self._rebatch.is_beginning = True
@@ -104,7 +107,7 @@ class RebatchMixin(_Trainer):
 
     def log(self, logs: Dict[str, float], *arguments: Any, **keywords: Any) -> None:
         if "loss" in logs:
-            logs = {**logs, **self._rebatch.numbers()}
+            logs = {**logs, **numbers_of_trainer(self.numbers(), self._rebatch.logs_report)}
         super().log(logs, *arguments, **keywords)
 
 
@@ -132,18 +135,21 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
         rebatch: arguments of rebatch.torch.Step, except those that TrainingArguments has, for
             example {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
             Step.check does: what was found is printed, and a mistake raises ValueError; {"check":
-            ["batch_norm"]} accepts mistakes of that kind. {"log_report": True} logs all fields of
-            `report` of the last batch
+            ["batch_norm"]} accepts mistakes of that kind. {"log_report": True} logs all that
+            numbers() has
 
     The other arguments are those of transformers.Trainer. With the loss are logged the size of the
-    micro-batches, rebatch/micro, and the OOMs since the line before, rebatch/ooms. It refuses
-    DataParallel, FSDP1, FSDP2 with fp16 or with parameters in host memory, HSDP, DeepSpeed, tensor
-    and context parallelism, auto_find_batch_size, optimizers that update within the backward pass,
-    and trl's trainers of pairs and groups, such as DPOTrainer, unless rebatch={...} has slice and
-    length, or micro_multiple_of, which keep such rows together. With DDP and FSDP2 each rank has
-    its own micro-batches, and the gradients of each batch are reduced once, also where
-    gradient_accumulation_steps is more than 1. Where whole parameters do not fit, FSDP2 reduces
-    those of each micro-batch. With FSDP2 evaluate() and predict() run each batch as a whole."""
+    micro-batches, the OOMs so far and the peak of memory: rebatch/micro, rebatch/ooms_total and
+    rebatch/peak_bytes.
+
+    It refuses DataParallel, FSDP1, FSDP2 with fp16 or with parameters in host memory, HSDP,
+    DeepSpeed, tensor and context parallelism, auto_find_batch_size, optimizers that update within
+    the backward pass, and trl's trainers of pairs and groups, such as DPOTrainer, unless
+    rebatch={...} has slice and length, or micro_multiple_of, which keep such rows together. With
+    DDP and FSDP2 each rank has its own micro-batches, and the gradients of each batch are reduced
+    once, also where gradient_accumulation_steps is more than 1. Where whole parameters do not fit,
+    FSDP2 reduces those of each micro-batch. With FSDP2 evaluate() and predict() run each batch as a
+    whole."""
 
 
 def missing_names(trainer: Any) -> List[str]:
@@ -227,8 +233,7 @@ class _TrainingStep:
                     "TrainingArguments"
                 )
         self._trainer, self._plain, self.options = trainer, plain, dict(options)
-        self._logs_report = self.options.pop("log_report", False)
-        self._ooms = 0  # since the last line of the log
+        self.logs_report = self.options.pop("log_report", False)
         self._cut = CutOrWhole(self.options)
         self.weigher = _Weigher(trainer, self._cut, self.options)
         if "lighten" not in self.options and _can_checkpoint(trainer):
@@ -253,14 +258,7 @@ class _TrainingStep:
         with self._cut.saying_why():
             loss = self.backward(inputs)
         states[_STATE] = self.backward.state_dict()
-        self._ooms += self.backward.report.ooms
         return loss
-
-    def numbers(self) -> Dict[str, float]:
-        """For the next line of the log."""
-        report = self.backward.report if self.backward else Report()
-        report, self._ooms = dataclasses.replace(report, ooms=self._ooms), 0
-        return numbers_of_trainer(report, self._logs_report)
 
     def _guard_update(self) -> None:
         """The Trainer calls these after the last batch of an update."""

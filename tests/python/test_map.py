@@ -190,8 +190,6 @@ def test_a_map_reports_what_a_call_did():
     assert re.fullmatch(r"2 x 5 samples, 1 OOM \(10 samples again, \d+ ms\)", str(report))
     double(X)
     assert double.report.ooms == 0 and str(double.report) == "2 x 5 samples"
-    numbers = double.report.numbers("eval/")
-    assert numbers["eval/micro"] == 5.0 and all(type(v) is float for v in numbers.values())
 
 
 def test_a_map_has_the_size_that_map_found():

@@ -30,7 +30,7 @@ rebatch.install(limit="22GiB", headroom=1 << 20)
 step = rebatch.Step(model, optimizer, loss_fn, micro_start=4, on_oom="fit", learn=False)
 loss = step(torch.randn(8, 4))
 outputs = rebatch.map(model, torch.randn(8, 4))
-print(loss, outputs, step.report.micro, step.report.numbers())
+print(loss, outputs, step.report.micro, step.numbers())
 """
 
 

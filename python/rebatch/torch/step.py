@@ -215,6 +215,12 @@ class Step:
     def outputs(self, outputs: Any) -> None:
         self._training.outputs = outputs
 
+    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
+        """What the Step did since it was made, and its memory, as names and plain numbers for
+        TensorBoard, W&B, MLflow and the like: docs/pytorch.md describes each. What was not measured
+        is left out. Waits for no work of the GPU."""
+        return self._training.numbers(prefix)
+
     def __call__(self, batch: Any) -> torch.Tensor:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
         return self._training.run(batch)

@@ -745,6 +745,35 @@ def test_a_first_update_under_a_tight_limit_is_never_torn():
     assert {"done", "Exhausted"} <= outcomes
 
 
+def test_numbers_say_how_much_room_is_left_beyond_the_peak(standin):
+    step, batch = wide_step(micro_start=8)
+    with little_memory(1 << 30):
+        step(batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            before = step.numbers()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        peak = before["rebatch/peak_bytes"]
+        assert peak == step.report.peak_bytes > 0
+        assert before["rebatch/reserved_bytes"] == step.report.reserved_bytes > 0
+        # There is room beyond the peak, and less than what was left before the first step.
+        assert 0 < before["rebatch/room_bytes"] < 1 << 30
+        kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        assert step.numbers()["rebatch/room_bytes"] == before["rebatch/room_bytes"]
+        if not INSTALLED:  # then another holds it, as another process does
+            STANDIN.standin_set_memory(0, STANDIN.standin_used(0))
+            assert step.numbers()["rebatch/room_bytes"] < before["rebatch/room_bytes"]
+        del kept
+        peaks = [peak]
+        for _ in range(3):
+            step(batch)
+            peaks.append(step.report.peak_bytes)
+        assert INSTALLED or peaks[-1] == 0
+        last_measured = [peak for peak in peaks if peak][-1]
+        assert step.numbers()["rebatch/peak_bytes"] == last_measured
+
+
 @pytest.mark.skipif(INSTALLED, reason="the pool knows each peak")
 @pytest.mark.parametrize("micro", (32, 8))
 def test_a_peak_is_right_or_not_measured(standin, micro):

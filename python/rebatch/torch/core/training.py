@@ -46,7 +46,7 @@ from rebatch.torch.program.program import Program, Running, listed, refuse_updat
 from rebatch.torch.program.update import Update
 from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe, run_probe
-from rebatch.torch.session.report import Report, report_of
+from rebatch.torch.session.report import Report, Totals, report_of
 from rebatch.torch.session.session import Session, session_options, why_of
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.undo import Undo
@@ -74,7 +74,7 @@ class Training:
         self.callbacks = Callbacks(running, ranks, cuts or FirstCut())
         self.session: Optional[Session] = None  # once it is open
         self.number = number
-        self.report = Report()
+        self.report, self.totals = Report(), Totals()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
         self._micro = 0  # where a session that is opened begins; 0: where the options say
         self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
@@ -201,6 +201,7 @@ class Training:
                 status, filled = self._call(session)
             micros = self.ranks.micros() if self.ranks else ()
             self.report = report_of(filled, running.samples, micros)
+            self.totals.add(self.report, not status and callbacks.is_applied)
             if not status and callbacks.is_applied:
                 self._finish()
             session.raise_failure(status)
@@ -254,6 +255,20 @@ class Training:
         self.outputs = self.callbacks.outputs
         self.number += 1
         self.program.update.done()
+
+    # ---- for those who watch ----
+
+    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
+        """Step.numbers()."""
+        return self.totals.numbers(self.report, self._room_bytes(), prefix)
+
+    def _room_bytes(self) -> Optional[int]:
+        """What may be allocated now beyond the last peak; None where that is not known."""
+        peak = self.totals.peak_bytes
+        if not (self.session and peak):
+            return None
+        there = self.session.live_bytes() + self.session.available_bytes()
+        return max(0, there - peak)
 
     # ---- a probe, a check ----
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from rebatch import _library as c
 
@@ -22,14 +22,6 @@ class MapReport:
     peak_bytes: int = 0  # highest memory in use, where it was measured
     reserved_bytes: int = 0  # memory held from the device at the end
     lighten_level: int = 0
-
-    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
-        """For TensorBoard, W&B and the like: names and plain numbers. A peak that was not measured
-        is left out."""
-        values = dataclasses.asdict(self)
-        if not self.peak_bytes:
-            del values["peak_bytes"]
-        return {prefix + name: float(v) for name, v in values.items() if not isinstance(v, tuple)}
 
     def _sizes(self) -> str:
         if self.micro == 0 or self.microbatches * self.micro == self.samples:
@@ -65,10 +57,65 @@ class Report(MapReport):
         return f"step {self.step}: {super().__str__()}"
 
 
-def numbers_of_trainer(report: Report, is_whole: bool) -> Dict[str, float]:
-    """What a trainer logs of it: all, or the micro-batch and the OOMs."""
-    numbers = report.numbers()
-    return numbers if is_whole else {n: numbers[n] for n in ("rebatch/micro", "rebatch/ooms")}
+# What Step.numbers() has, and what it is. Names that end with _total never fall.
+NUMBERS = {
+    "step": "number of the last batch",
+    "micro": "samples of a micro-batch; 0 after a failure",
+    "microbatches": "micro-batches in the update",
+    "samples_total": "samples that counted in an update",
+    "ooms_total": "times that memory ran out",
+    "redone_samples_total": "samples that ran again because memory ran out",
+    "lost_seconds_total": "seconds spent on discarded work and on recovery",
+    "peak_bytes": "highest memory in use, of the last batch in which it was measured",
+    "room_bytes": "memory that may be allocated now beyond that peak",
+    "reserved_bytes": "memory held from the device after the last batch",
+    "lighten_level": "ways of lighten in use",
+}
+OF_TRAINERS = ("micro", "ooms_total", "peak_bytes")  # these say what memory does to a training
+
+
+class Totals:
+    """What all calls of a Step did together, since it was made."""
+
+    def __init__(self) -> None:
+        self.samples = self.ooms = self.redone_samples = 0
+        self.lost_ms = 0.0
+        self.peak_bytes = 0  # the last that was measured
+
+    def add(self, report: Report, is_applied: bool) -> None:
+        """One call. Its samples count where it has updated the parameters."""
+        if is_applied:
+            self.samples += report.samples
+        if report.ooms:
+            self.ooms += report.ooms
+            self.redone_samples += report.redone_samples
+        self.lost_ms += report.lost_ms
+        self.peak_bytes = report.peak_bytes or self.peak_bytes
+
+    def numbers(self, last: Report, room_bytes: Optional[int], prefix: str) -> Dict[str, float]:
+        """Those of NUMBERS that are known, after the call of which `last` is the report."""
+        values: Dict[str, Optional[float]] = {
+            "step": last.step,
+            "micro": last.micro,
+            "microbatches": last.microbatches,
+            "samples_total": self.samples,
+            "ooms_total": self.ooms,
+            "redone_samples_total": self.redone_samples,
+            "lost_seconds_total": self.lost_ms / 1e3,
+            "peak_bytes": self.peak_bytes or None,
+            "room_bytes": room_bytes,
+            "reserved_bytes": last.reserved_bytes or None,
+            "lighten_level": last.lighten_level,
+        }
+        return {prefix + name: float(v) for name, v in values.items() if v is not None}
+
+
+def numbers_of_trainer(numbers: Dict[str, float], are_all: bool) -> Dict[str, float]:
+    """What a trainer logs of Step.numbers(): all of them, or three."""
+    if are_all:
+        return numbers
+    names = ("rebatch/" + name for name in OF_TRAINERS)
+    return {name: numbers[name] for name in names if name in numbers}
 
 
 def _counts_of(filled: c.StepReport, samples: int) -> Dict[str, Any]:

@@ -129,6 +129,10 @@ class Backward:
         """What the last batch needed."""
         return self._training.report
 
+    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
+        """Those of a Step."""
+        return self._training.numbers(prefix)
+
     @property
     def outputs(self) -> Any:
         """What loss_fn returned beside the loss, for the last batch."""
