@@ -25,6 +25,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
 from rebatch import Error, __version__
 from rebatch.fit.again import Fit
 from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
+from rebatch.torch.batches.balance import balance
 from rebatch.torch.batches.outputs import Sum
 from rebatch.torch.batches.size_finder import find_batch_size
 from rebatch.torch.check.cut_comparison import CutWarning
@@ -58,6 +59,7 @@ __all__ = [
     "Sum",
     "Torn",
     "__version__",
+    "balance",
     "checkpointing",
     "find_batch_size",
     "install",
