@@ -1,7 +1,7 @@
 /* Owns cuDNN's graphs. With STANDIN_CUDNN, the properties of a GPU in cuDNN's JSON, cuDNN itself
  * answers for that GPU which engines it would use and how much workspace they need: since 9.8 it
- * does so without a GPU. A plan is compiled only if more than its workspace is asked for: attention's
- * take half a second each. Without the variable each question has one simple answer.
+ * does so without a GPU. A plan is compiled only if more than its workspace is asked for:
+ * attention's take half a second each. Without the variable each question has one simple answer.
  * Must not know convolutions or attention. */
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -109,7 +109,8 @@ plans &the_plans(void)
 void note_workspace(void *plan, void *configuration)
 {
     int64_t bytes = 0, count = 0;
-    if (!the_cudnn().get(configuration, CONFIG_WORKSPACE_SIZE, INT64, 1, &count, &bytes) && count == 1)
+    if (!the_cudnn().get(configuration, CONFIG_WORKSPACE_SIZE, INT64, 1, &count, &bytes) &&
+        count == 1)
         the_plans().add(plan, bytes);
 }
 
