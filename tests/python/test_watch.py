@@ -141,7 +141,7 @@ def test_mlflow_has_the_numbers_beside_the_loss(tmp_path, monkeypatch):
 
 def test_prometheus_scrapes_counters_and_gauges(tmp_path, monkeypatch):
     prometheus_client = pytest.importorskip("prometheus_client")
-    run_lines("prometheus_client", tmp_path, monkeypatch)
+    _, names = run_lines("prometheus_client", tmp_path, monkeypatch)
     server, _ = prometheus_client.start_http_server(0, addr="127.0.0.1")
     try:
         address = f"http://127.0.0.1:{server.server_port}/metrics"
@@ -149,6 +149,7 @@ def test_prometheus_scrapes_counters_and_gauges(tmp_path, monkeypatch):
     finally:
         server.shutdown()
         server.server_close()
+        prometheus_client.REGISTRY.unregister(names["export"])
     assert "# TYPE rebatch_ooms_total counter\nrebatch_ooms_total 2.0\n" in text
     assert "# TYPE rebatch_micro gauge\nrebatch_micro 4.0\n" in text
     assert "rebatch_peak_bytes" not in text
