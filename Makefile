@@ -84,7 +84,7 @@ wheel: ## the Python package as one file in build/wheel (a release: FRONTS=all)
 	@PYTHON=$(PYTHON) scripts/install-deps python
 	@PYTHON=$(PYTHON) scripts/wheel build/wheel $(FRONTS)
 
-test-wheel: ## what FRONTS=all built, beside three versions of PyTorch that it installs (10 GB)
+test-wheel: ## what FRONTS=all built, beside three versions of PyTorch, which it downloads
 	@PYTHON=$(PYTHON) scripts/install-deps python
 	@PYTHON=$(PYTHON) scripts/test-wheel "$$(ls build/wheel/*.whl)" $(FRONTS)
 
@@ -96,7 +96,7 @@ lint: ## format, banned calls, include order, headers alone, what the contract n
 docs: ## the site with the APIs in build/docs/html; checks its links and the man pages
 	@scripts/install-deps build docs
 	$(SUBMAKE) $(MAN_PAGES)
-	@PYTHON=$(PYTHON) scripts/docs-env build/docs/venv
+	@PYTHON=$(PYTHON) scripts/venv build/docs/venv sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-autoapi==3.9.0
 	@rm -rf build/docs/doxygen build/docs/html && mkdir -p build/docs/doxygen
 	@VERSION=$(VERSION) doxygen docs/Doxyfile
 	@VERSION=$(VERSION) build/docs/venv/bin/sphinx-build -qEW --keep-going -c docs -d build/docs/doctrees . build/docs/html
