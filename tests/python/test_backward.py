@@ -45,7 +45,7 @@ def test_backward_has_what_a_trainer_calls_and_no_more():
     public = {name for name in vars(Backward) if not name.startswith("_")}
     assert public == {
         *("model", "device", "parameters", "samples", "report", "outputs"),
-        *("available_bytes", "kind_of_update", "state_dict", "load_state_dict"),
+        *("available_bytes", "kind_of_update", "state_dict", "load_state_dict", "numbers"),
         *("is_sharded", "knows_norm", "clip"),
     }
     assert not issubclass(Backward, rebatch.Step)
