@@ -24,6 +24,8 @@ class Integers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            return result
         outputs = list(_tensors(result))
         if outputs and _has_result(func) and _are_integers([*_tensors((args, kwargs)), *outputs]):
             with contextlib.suppress(Exception):  # what the host lacks stays as it is

@@ -102,6 +102,7 @@ class _Attempt:
         self._training = training.alone(
             dataclasses.replace(program, options=options, cost=None, on_event=None)
         )
+        self._training.running.undo.compares_contents = False  # kernels write none
         if level:
             self._training.callbacks.rungs.wanted = level
         self._batch = self._batch_of(batch)

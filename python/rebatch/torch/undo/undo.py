@@ -208,6 +208,7 @@ class Undo:
         self._trained = trained
         own = [(name, part) for name, part in state if isinstance(part, torch.nn.Module)]
         self.tree = Tree([*modules, *own])
+        self.compares_contents = True  # by sums, where changes may leave no other trace
         self._own_modules = [module for _, module in own]
         self._own_tensors = {name: part for name, part in state if isinstance(part, torch.Tensor)}
         self.state = list(state)
@@ -381,7 +382,8 @@ class Undo:
         held = self.tree.take()
         self._find_batch()
         self._find_copied()  # of hidden modules too, which take() finds
-        look = _Look(held, self._batch, self._is_suspect or is_first)
+        compares = self.compares_contents and (self._is_suspect or is_first)
+        look = _Look(held, self._batch, compares)
         self._looks[point] = look
         self._running = look if is_attempt else None
         if is_first and not is_attempt:
