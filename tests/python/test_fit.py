@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import textwrap
 import pytest
 import torch
 
+from rebatch import _library
 from rebatch.fit import cards
 from rebatch.fit.search import Line, Sizes, largest_size, line_of
-from rebatch.fit.standin_library import StandinError, library, versions_of
+from rebatch.fit.error import FitError
+from rebatch.fit.standin_library import library, versions_of
 
 MIB = 1 << 20
 
@@ -129,7 +132,7 @@ def test_python_without_pytorch_is_told(tmp_path):
     python = tmp_path / "python3"
     python.write_text("#!/bin/sh\nexit 0\n")
     python.chmod(0o755)
-    with pytest.raises(StandinError, match="python3 has no PyTorch: expected one with CUDA"):
+    with pytest.raises(FitError, match="python3 has no PyTorch: expected one with CUDA"):
         versions_of(str(python))
 
 
@@ -210,6 +213,89 @@ def trains_plainly(path, samples, room):
     if done.returncode:
         assert "OutOfMemoryError" in done.stderr, done.stderr
     return done.returncode == 0
+
+
+# A MiB of the pool for each sample, in C; cudaGetDevice() is CUDA's only function in it.
+COMPILED = """
+#include <rebatch/rebatch.h>
+#include <stdio.h>
+
+int cudaGetDevice(int *device);
+
+static rebatch_status nothing(void *user)
+{
+    return user ? REBATCH_OK : REBATCH_E_INVALID;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    void *memory;
+    (void)user;
+    if (rebatch_pool_alloc(&memory, mb->pool, mb->count << 20, mb->stream, 0))
+        return REBATCH_OOM;
+    return rebatch_pool_free(mb->pool, memory);
+}
+
+int main(int count, char **arguments)
+{
+    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward, nothing};
+    rebatch_step_report report;
+    rebatch *rb;
+    int device;
+    if (cudaGetDevice(&device) || count > 1 ||
+        rebatch_open_default(&rb, "device.kind = cuda"))
+        return fprintf(stderr, "%s\\n", rebatch_last_error()), 7;
+    puts("begins");
+    return rebatch_step(rb, &ops, 2000, arguments, &report) != REBATCH_OK;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    package = pathlib.Path(_library.__file__).parent
+    [runtime] = pathlib.Path(torch.__file__).parents[1].glob("nvidia/cu*/lib/libcudart.so.1?")
+    path = tmp_path_factory.mktemp("compiled") / "train"
+    path.with_suffix(".c").write_text(COMPILED)
+    command = ["cc", "-o", path, path.with_suffix(".c"), f"-I{package}/include"]
+    command += [package / "librebatch.so", runtime]
+    command += [f"-Wl,-rpath,{package}", f"-Wl,-rpath,{runtime.parent}"]
+    subprocess.run(command, check=True)
+    return str(path)
+
+
+@on_standin
+def test_compiled_program_is_probed_on_each_card(compiled):
+    done = fit("--json", "--gpu", "t4,l4", "--memory", "1GiB,2GiB", "--", compiled)
+    rows = json.loads(done.stdout)["rows"]
+    assert "begins" in done.stderr and [row["gpu"] for row in rows] == ["t4", "t4", "l4", "l4"]
+    for row in rows:
+        assert row["peak_reserved_bytes"] == row["micro"] * MIB
+        assert row["held_bytes"]["pool"] == row["peak_reserved_bytes"]
+        assert row["peak_reserved_bytes"] <= row["room_bytes"] < row["next"] * MIB + 40 * MIB
+        assert row["outside_bytes"] + row["room_bytes"] <= row["memory_bytes"]
+        assert not row["is_measured"]
+    assert rows[0]["micro"] < rows[1]["micro"] - 1000
+
+
+@on_standin
+def test_compiled_program_that_never_steps_is_told(compiled):
+    done = fit("--gpu", "t4", "--", compiled, "more")
+    assert done.returncode == 1
+    assert "train ended with status 7 and never called rebatch_step()" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, program, sentence, status",
+    [
+        ([], "true", "calls no shared library of CUDA: expected a program that is linked with", 1),
+        (["--install"], "true", "--install and --lighten are for Python", 2),
+        ([], "not-there", "not-there cannot be run: No such file or directory", 127),
+    ],
+)
+def test_program_that_cannot_be_fitted_is_told(options, program, sentence, status):
+    done = fit("--gpu", "t4", *options, "--", program)
+    assert sentence in done.stderr and done.returncode == status
 
 
 @on_standin

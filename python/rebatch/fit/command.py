@@ -3,6 +3,7 @@ Must not know PyTorch."""
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -15,13 +16,15 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from rebatch import _library
-from rebatch.fit import cards, table
-from rebatch.fit.standin_library import StandinError, library, versions_of
+from rebatch.fit import cards, compiled, table
+from rebatch.fit.error import FitError
+from rebatch.fit.standin_library import library, versions_of
 
 _OK, _FAILED, _USAGE, _NOTHING_FITS = 0, 1, 2, 3
 # Larger writes within a GPU, of kernels that would not run either, are left out: they would take
 # memory of the host.
 _FILL_MOST = 1 << 20
+_CUDA = "13.0"  # of a compiled program's driver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="rebatch fit",
         usage="rebatch fit [OPTION]... -- PROGRAM [ARGUMENT]...",
         description="Finds the largest micro-batch of your own program that fits on a card, on a "
-        "machine without a GPU. PROGRAM runs unchanged up to its first Step, with memory as on the "
-        "card and without kernels; there sizes are tried, and the program ends. What it prints "
-        "goes to standard error.",
+        "machine without a GPU. PROGRAM runs unchanged up to its first Step or rebatch_step(), "
+        "with memory as on the card and without kernels; there sizes are tried, and the program "
+        "ends. What it prints goes to standard error.",
         epilog="exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits, "
         "127 PROGRAM does not exist",
     )
@@ -105,6 +108,8 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
                 f"argument --memory: {max(given.memory) / 2**30:.2f} GiB of the "
                 f"{card.memory_bytes / 2**30:.2f} GiB of {card.short}: expected no more than it has"
             )
+    if (given.install or given.lighten) and compiled.find(program[0]):
+        parser.error(f"--install and --lighten are for Python: {program[0]} is a compiled program")
     return Given(
         cards=chosen,
         memory=given.memory,
@@ -122,17 +127,7 @@ def _python_of(program: Sequence[str]) -> str:
     return found if found and is_python else sys.executable
 
 
-def _environment(
-    card: cards.Card, given: Given, preloaded: str, cuda: str, answer: str
-) -> dict[str, str]:
-    free = given.memory or [card.memory_bytes]
-    request = {
-        "answer": answer,
-        "free": free,
-        "beside": dataclasses.asdict(card.beside),
-        "installs": given.installs,
-        "levels": given.levels,
-    }
+def _environment(card: cards.Card, memory: list[int], preloaded: str, cuda: str) -> dict[str, str]:
     major, minor = (*cuda.split("."), "0")[:2]
     before = os.environ.get("LD_PRELOAD")
     return {
@@ -141,10 +136,9 @@ def _environment(
         "STANDIN_CARD": card.standin,
         "STANDIN_CUDNN": card.cudnn(int(major) * 1000 + int(minor) * 10),
         "STANDIN_MEMORY": str(card.memory_bytes),
-        "STANDIN_LIMIT": str(max(free)),
+        "STANDIN_LIMIT": str(max(memory)),
         "STANDIN_FILL_MOST": str(_FILL_MOST),
         "STANDIN_GPUS": "1",
-        "REBATCH_FIT": json.dumps(request),
     }
 
 
@@ -154,21 +148,28 @@ def _describe(status: int) -> str:
     return f"ended with status {status}"
 
 
-def run(card: cards.Card, given: Given, preloaded: str, cuda: str) -> dict[str, Any]:
-    """What the program answers for a card: {"rows": ...}, or {"error": ...}."""
+def _run(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[str, Any]:
+    """What a PyTorch program answers for a card. Raises FitError."""
     with tempfile.TemporaryDirectory(prefix="rebatch-fit-") as folder:
         answer = os.path.join(folder, "answer.json")
-        environment = _environment(card, given, preloaded, cuda, answer)
+        request = {
+            "answer": answer,
+            "free": given.memory or [card.memory_bytes],
+            "beside": dataclasses.asdict(card.beside),
+            "installs": given.installs,
+            "levels": given.levels,
+        }
+        environment = {**environment, "REBATCH_FIT": json.dumps(request)}
         sys.stdout.flush()
-        try:
-            done = subprocess.run(given.program, env=environment, stdout=sys.stderr)
-        except OSError as error:
-            sys.exit(_refused(given.program[0], error))
+        done = subprocess.run(given.program, env=environment, stdout=sys.stderr)
         if os.path.exists(answer):
             with open(answer) as file:
-                return dict(json.load(file))
+                found = dict(json.load(file))
+            if "error" in found:
+                raise FitError(found["error"])
+            return found
     end = "and never called a Step" if done.returncode == 0 else "before its first Step"
-    return {"error": f"rebatch: {given.program[0]} {_describe(done.returncode)} {end}"}
+    raise FitError(f"rebatch: {given.program[0]} {_describe(done.returncode)} {end}")
 
 
 def _refused(program: str, error: OSError) -> int:
@@ -176,27 +177,50 @@ def _refused(program: str, error: OSError) -> int:
     return 127 if isinstance(error, FileNotFoundError) else 126
 
 
+def _fit_python(given: Given) -> dict[str, Any]:
+    python = _python_of(given.program)
+    torch, cuda = versions_of(python)
+    preloaded = str(library(python, torch))
+    rows: list[dict[str, Any]] = []
+    for card in given.cards:
+        memory = given.memory or [card.memory_bytes]
+        answer = _run(card, given, _environment(card, memory, preloaded, cuda))
+        rows += table.rows_of(card, memory, answer)
+    return {"torch": torch, "cuda": cuda, "rows": rows}
+
+
+def _fit_compiled(given: Given, path: str) -> dict[str, Any]:
+    names = compiled.cuda_names(path)
+    preloaded = str(library(path, " ".join(names)))
+    rows: list[dict[str, Any]] = []
+    for card in given.cards:
+        memory = given.memory or [card.memory_bytes]
+        environment = _environment(card, memory, preloaded, _CUDA)
+        outside = compiled.outside(card.beside, names)
+        answer = compiled.run(given.program, environment, outside, memory)
+        # What a process takes was measured of PyTorch.
+        rows += table.rows_of(dataclasses.replace(card, is_measured=False), memory, answer)
+    return {"rows": rows}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns its exit status."""
     given = read(arguments)
     if given is None:
         return _OK
-    python = _python_of(given.program)
+    if not (shutil.which(given.program[0]) or os.path.exists(given.program[0])):
+        error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return _refused(given.program[0], error)
+    path = compiled.find(given.program[0])
     try:
-        torch, cuda = versions_of(python)
-        preloaded = str(library(python, torch))
-    except StandinError as error:
+        answer = _fit_compiled(given, path) if path else _fit_python(given)
+    except FitError as error:
         print(error, file=sys.stderr)
         return _FAILED
-    rows: list[dict[str, Any]] = []
-    for card in given.cards:
-        answer = run(card, given, preloaded, cuda)
-        if "error" in answer:
-            print(answer["error"], file=sys.stderr)
-            return _FAILED
-        rows += table.rows_of(card, given.memory, answer)
+    except OSError as error:
+        return _refused(given.program[0], error)
     if given.is_json:
-        print(json.dumps({"torch": torch, "cuda": cuda, "rows": rows}, indent=1))
+        print(json.dumps(answer, indent=1))
     else:
-        print(table.of_rows(rows))
-    return _OK if all(row["micro"] for row in rows) else _NOTHING_FITS
+        print(table.of_rows(answer["rows"]))
+    return _OK if all(row["micro"] for row in answer["rows"]) else _NOTHING_FITS

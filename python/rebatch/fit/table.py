@@ -28,6 +28,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
         held["activations"] = best["peak"] - sum(held.values())
         held["cached"] = best["reserved"] - best["peak"]
         held["context"] = outside
+        held = {name: size for name, size in held.items() if size}
     return {
         "card": card.name,
         "gpu": card.short,
@@ -54,6 +55,12 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.2f} GiB"
 
 
+def _part(size: int) -> str:
+    if size >= _GIB // 10:
+        return _gib(size)
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.1f} KiB"
+
+
 def of_cards(cards: Sequence[Card]) -> str:
     """The cards that are known."""
     lines = [f"{'--gpu':<12} {'memory':>11}  {'beside':>9}  name"]
@@ -77,7 +84,7 @@ def of_rows(rows: Sequence[dict[str, Any]]) -> str:
         )
     for row in rows:
         if row["held_bytes"]:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in row["held_bytes"].items())
+            parts = ", ".join(f"{name} {_part(size)}" for name, size in row["held_bytes"].items())
             lines.append(f"{row['gpu']}, {row['micro']} samples: {parts}")
     return "\n".join([*lines, *_remarks(rows)])
 

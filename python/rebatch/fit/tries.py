@@ -15,6 +15,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 
+from rebatch.fit.error import FitError
 from rebatch.fit.integers import Integers
 from rebatch.fit.search import Line, Sizes, largest_size, line_of
 
@@ -24,10 +25,6 @@ _CUBLAS, _CUBLAS_EX, _CUDNN = 1, 2, 4
 # The first makes the optimizer's state, and the others run beside it.
 _UPDATES = 3
 _DONE, _FAILED = 0, 1
-
-
-class FitError(Exception):
-    """There is no answer; the message says why."""
 
 
 class _Training(Protocol):

@@ -1,4 +1,4 @@
-/* Owns the few functions of CUDA's libraries whose results PyTorch looks at; the others are stubs.
+/* Owns the few functions of CUDA's libraries whose results programs look at; the others are stubs.
  * Their headers are not needed: what is passed are pointers and numbers, from 0 for success. */
 #include <string.h>
 
@@ -9,6 +9,7 @@
 namespace
 {
 constexpr size_t SMALL_BYTES = 1 << 12;
+constexpr size_t HEURISTIC_BYTES = 96; /* of cublasLtMatmulHeuristicResult_t */
 std::atomic<unsigned> used;
 } // namespace
 
@@ -72,9 +73,24 @@ STANDIN_API int cublasGetMathMode(void *, int *mode)
 STANDIN_API int cublasLtMatmulAlgoGetHeuristic(void *, void *, void *, void *, void *, void *,
                                                void *, int, void *results, int *count)
 {
-    constexpr size_t RESULT_BYTES = 96; /* of cublasLtMatmulHeuristicResult_t */
-    memset(results, 0, RESULT_BYTES);
+    memset(results, 0, HEURISTIC_BYTES);
     *count = 1;
+    return 0;
+}
+
+STANDIN_API int cublasLtMatmulAlgoCheck(void *, void *, void *, void *, void *, void *, void *,
+                                        void *result)
+{
+    memset(result, 0, HEURISTIC_BYTES);
+    return 0;
+}
+
+STANDIN_API int cublasLtMatmulAlgoConfigGetAttribute(void *, int, void *out, size_t bytes,
+                                                     size_t *written)
+{
+    memset(out, 0, bytes);
+    if (written)
+        *written = bytes;
     return 0;
 }
 
