@@ -224,8 +224,12 @@ _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, 
     run->settings.probe = RBI_PROBE_NONE;
     only.result.status = probe(&only, ops, batch, user, options);
     if (only.result.status) {
+        const char *error = rebatch_last_error();
         struct rbi_text t = {only.result.error, sizeof only.result.error, 0};
-        rbi_text_add(&t, "%s", rebatch_last_error());
+        if (error[0])
+            rbi_text_add(&t, "%s", error);
+        else /* the program would have said more */
+            rbi_text_add(&t, "a callback returned %s", rebatch_status_name(only.result.status));
     }
     run->settings.probe = form;
     const int code = describe_result(&only);

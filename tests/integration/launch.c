@@ -267,6 +267,14 @@ static rebatch_status refuse(const rebatch_microbatch *mb, void *user)
     return (rebatch_status)1007;
 }
 
+static rebatch_status refuse_with_own_sentence(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    (void)user;
+    rebatch_clear_error(); /* the program keeps sentences of its own */
+    return REBATCH_E_UNSUPPORTED;
+}
+
 Test(launch, a_callback_that_fails_is_no_size)
 {
     static char text[4096];
@@ -275,6 +283,12 @@ Test(launch, a_callback_that_fails_is_no_size)
     setenv("REBATCH_PROBE_ONLY", "1", 1);
     cr_assert_eq(run_probe(text, sizeof text, failing), 1);
     cr_expect_str_eq(text, "");
+    setenv("REBATCH_PROBE_ONLY", "json", 1);
+    cr_assert_eq(run_probe(text, sizeof text, failing), 1);
+    HAS(text, "\"error\":\"step 0: forward_backward of sample 0 returned 1007\"");
+    failing.forward_backward = refuse_with_own_sentence;
+    cr_assert_eq(run_probe(text, sizeof text, failing), 1);
+    HAS(text, "\"error\":\"a callback returned REBATCH_E_UNSUPPORTED\"");
     failing = ops;
     failing.zero_grad = NULL; /* no step at all: the program is told */
     cr_assert_eq(run_probe(text, sizeof text, failing), 99);
