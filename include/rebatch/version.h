@@ -6,7 +6,8 @@
  *  A struct that the library fills changes only with the shared library's soname: with the major
  *  version, and before 1.0 with the minor version. So a program never runs with a library whose
  *  structs differ from those that it was compiled with. Structs that the caller fills have a
- *  struct_size, and may grow with any version. */
+ *  struct_size, and may grow with any version, but for rebatch_pool_options, which lies within
+ *  rebatch_options. */
 #ifndef REBATCH_VERSION_H
 #define REBATCH_VERSION_H
 
