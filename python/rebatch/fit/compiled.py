@@ -58,7 +58,7 @@ def run(
     rows = []
     for free in memory:
         room = max(free - outside_bytes, 0) // _PAGE * _PAGE
-        answer = _probe(program, {**environment, "STANDIN_LIMIT": str(room)})
+        answer = probe_on(program, {**environment, "STANDIN_LIMIT": str(room)})
         rows.append(_row(answer, room))
     return {
         "batch": answer["batch"],
@@ -69,7 +69,7 @@ def run(
     }
 
 
-def _probe(program: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def probe_on(program: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """What the program prints in place of its training; the rest goes to standard error. Raises
     FitError."""
     environment = {**environment, "REBATCH_PROBE_ONLY": "json"}
