@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NAME = re.compile(r"rebatch-[\d.]+-py3-none-(manylinux_2_28_\w+)\.whl")
+NAME = re.compile(r"rebatch-[\d.]+-py3-none-(manylinux_2_2[0-8]_\w+)\.whl")
 
 
 def link(output, *arguments):
