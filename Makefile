@@ -143,7 +143,7 @@ install: ## into DESTDIR/prefix: libraries, headers, command, man pages, documen
 	@$(if $(DESTDIR),:,echo "run 'sudo ldconfig' so that programs find librebatch.so, or set LD_LIBRARY_PATH=$(libdir)")
 
 uninstall: ## removes from DESTDIR/prefix what install put there
-	@rm -rf $(DESTDIR)$(prefix)/include/rebatch $(DOC)
+	@rm -rf $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(libdir)/cmake/rebatch $(DOC)
 	@rm -f $(DESTDIR)$(libdir)/librebatch.* $(DESTDIR)$(libdir)/librebatch_wrap.so $(DESTDIR)$(prefix)/bin/rebatch \
 	    $(DESTDIR)$(libdir)/pkgconfig/rebatch.pc $(MAN)/man1/rebatch.1 $(MAN)/man3/rebatch.3 \
 	    $(MAN)/man3/rebatch_*.3

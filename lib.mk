@@ -68,14 +68,15 @@ $(SHARED): $(LIB_OBJ) $(EXPORTS)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
 install-lib: lib
-	@install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(libdir)/pkgconfig
+	@install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(libdir)/pkgconfig $(DESTDIR)$(libdir)/cmake/rebatch
 	@install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
 	@install -m 644 $(STATIC) $(DESTDIR)$(libdir)
 	@install -m 755 $(SHARED) $(DESTDIR)$(libdir)
 	@ln -sf $(notdir $(SHARED)) $(DESTDIR)$(libdir)/$(SONAME)
 	@ln -sf $(SONAME) $(DESTDIR)$(libdir)/librebatch.so
-	@sed -e 's|@prefix@|$(prefix)|' -e 's|@libdir@|$(libdir)|' -e 's|@version@|$(VERSION)|' scripts/rebatch.pc.in \
-	    > $(DESTDIR)$(libdir)/pkgconfig/rebatch.pc
+	@fill() { sed -e 's|@prefix@|$(prefix)|' -e 's|@libdir@|$(libdir)|' -e 's|@version@|$(VERSION)|' \
+	    -e 's|@soname@|$(SONAME)|' -e 's|@soversion@|$(SOVERSION)|' scripts/$$1.in > $(DESTDIR)$(libdir)/$$2/$$1; }; \
+	fill rebatch.pc pkgconfig && fill rebatchConfig.cmake cmake/rebatch && fill rebatchConfigVersion.cmake cmake/rebatch
 
 -include $(LIB_OBJ:.o=.d)
 FORCE:
