@@ -41,11 +41,11 @@ $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # The session is that of the shared library; of the static one come the library's private parts,
 # which stay inside. It shows the driver's names and dlsym alone.
 $(BUILD)/librebatch_wrap.so: $(PRELOAD_OBJ) $(SHARED) $(STATIC)
-	$(Q)$(CC) -shared -Wl,-soname,$(@F) -Wl,--no-undefined -Wl,--exclude-libs,ALL -Wl,-rpath,'$$ORIGIN' \
+	$(Q)$(CC) $(LDFLAGS) -shared -Wl,-soname,$(@F) -Wl,--no-undefined -Wl,--exclude-libs,ALL -Wl,-rpath,'$$ORIGIN' \
 	    -o $@ $(PRELOAD_OBJ) -L$(BUILD) -lrebatch $(STATIC) $(LIBS) -ldl
 
 $(COMMAND): $(CLI_OBJ) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+	$(Q)$(CC) $(SANITIZE) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 -include $(patsubst %.o,%.d,$(CLI_OBJ) $(PRELOAD_OBJ))
 
@@ -119,11 +119,16 @@ new-abi: ## makes this library the release that check-abi compares with, in test
 	$(SUBMAKE) $(SHARED)
 	@scripts/check-abi --write $(SHARED)
 
+deb: ## Debian's packages of the last commit in build/deb (needs debhelper; looks with lintian)
+	@scripts/deb build/deb
+
 MAN := $(DESTDIR)$(prefix)/share/man
 DOC := $(DESTDIR)$(prefix)/share/doc/rebatch
+INSTALLED = lib $(PRELOAD) $(COMMAND) $(MAN_PAGES)
+installed: $(INSTALLED)
 install: ## into DESTDIR/prefix: libraries, headers, command, man pages, documents, examples
 	@scripts/install-deps --look build
-	$(SUBMAKE) install-lib $(PRELOAD) $(COMMAND) $(MAN_PAGES)
+	$(SUBMAKE) install-lib $(INSTALLED)
 	@install -d $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3 $(DOC)/docs $(DOC)/examples/guide
 	@install -m 755 $(filter %.so,$(PRELOAD)) $(DESTDIR)$(libdir)
 	@install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
@@ -158,4 +163,4 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(ALL_MAKEFILES) | expand -t 22
 	@echo "variables: CC CFLAGS CPPFLAGS LDFLAGS SAN prefix libdir DESTDIR; V=1 shows every command"
 
-.PHONY: all test-programs test-variables $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' $(ALL_MAKEFILES))
+.PHONY: all installed test-programs test-variables $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' $(ALL_MAKEFILES))

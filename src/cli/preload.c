@@ -11,10 +11,12 @@
 #define LIBRARY "librebatch_wrap.so"
 
 /* Beside the command, as after make, or in the folder of libraries beside the command's, as after
- * make install. LD_PRELOAD has no way to name a path with a space or a colon. */
+ * make install, or in one of its own there, as packages have it. LD_PRELOAD has no way to name a
+ * path with a space or a colon. */
 static bool find_library(char path[PATH_MAX])
 {
-    static const char *const places[] = {"/" LIBRARY, "/../lib/" LIBRARY};
+    static const char *const places[] = {"/" LIBRARY, "/../lib/" LIBRARY,
+                                         "/../lib/rebatch/" LIBRARY};
     char folder[PATH_MAX];
     const ssize_t length = readlink("/proc/self/exe", folder, sizeof folder - 1);
     if (length <= 0)
