@@ -41,6 +41,15 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_device_open_cuda(rebatch_device **out,
                                                     const rebatch_cuda_options *options);
 
+/** Describe what a training on this machine would have: versions, GPUs, settings of the
+ *  environment, and what would not work here and why. It opens each GPU, as a training does.
+ *  `rebatch doctor` prints it. Thread-safe.
+ *  @param[out] text     lines, terminated if size is at least 1; NULL is allowed if size is 0
+ *  @param size          room in bytes, the zero byte included
+ *  @param[out] has_gpu  whether a training could use a GPU; NULL is allowed
+ *  @return the length of the whole text, without the zero byte */
+REBATCH_API size_t rebatch_doctor_format(char *text, size_t size, bool *has_gpu);
+
 /** The number of a device's GPU, for cudaSetDevice(). Thread-safe.
  *  @param[out] out  as CUDA counts; -1 on failure
  *  @param device    a CUDA device

@@ -558,6 +558,8 @@ FUNCTIONS = [
     ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
     ("rebatch_pool_format_summary", c_size_t, [c_char_p, c_size_t, c_void_p]),
     ("rebatch_pool_save_snapshot", c_int, [c_void_p, c_int, c_char_p]),
+    # cuda.h
+    ("rebatch_doctor_format", c_size_t, [c_char_p, c_size_t, POINTER(c_bool)]),
     # step.h
     ("rebatch_open", c_int, [HANDLE_OUT, c_void_p, POINTER(Options)]),
     ("rebatch_close", None, [c_void_p]),

@@ -36,6 +36,11 @@ int rbi_probe_help(int count, char **arguments);
 int rbi_run_main(int count, char **arguments);
 int rbi_run_help(int count, char **arguments);
 
+/* ---- this machine (doctor_command.c) ---- */
+
+int rbi_doctor_main(int count, char **arguments);
+int rbi_doctor_help(int count, char **arguments);
+
 /* ---- settings (config_command.c) ---- */
 
 int rbi_config_main(int count, char **arguments);

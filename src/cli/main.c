@@ -16,10 +16,11 @@ static const char main_help[] =
     "                                     the same on a machine without a GPU, for a named card\n"
     "  rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"
     "                                     run a program under a cap, with failures on purpose\n"
+    "  rebatch doctor                     print versions, GPUs, and what would not work here\n"
     "  rebatch config check FILE          look for mistakes in a settings file\n"
     "  rebatch config show [FILE]         print every setting, and where its value comes from\n"
     "  rebatch config example             print a settings file with every default, and comments\n"
-    "  rebatch help COMMAND               more about probe, fit, run or config\n"
+    "  rebatch help COMMAND               more about probe, fit, run, doctor or config\n"
     "  rebatch --version                  print the version\n"
     "\n"
     "exit status: 0 success, 1 failure, 2 wrong usage, 3 nothing fits, 4 mistakes\n"
@@ -28,10 +29,8 @@ static const char main_help[] =
 static int run_help(int count, char **arguments)
 {
     static const struct rbi_command topics[] = {
-        {"config", rbi_config_help},
-        {"fit", rbi_fit_help},
-        {"probe", rbi_probe_help},
-        {"run", rbi_run_help},
+        {"config", rbi_config_help}, {"doctor", rbi_doctor_help}, {"fit", rbi_fit_help},
+        {"probe", rbi_probe_help},   {"run", rbi_run_help},
     };
     if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_run("help on", topics, sizeof topics / sizeof *topics, count, arguments);
@@ -51,15 +50,11 @@ static int run_version(int count, char **arguments)
 int main(int count, char **arguments)
 {
     static const struct rbi_command commands[] = {
-        {"config", rbi_config_main},
-        {"fit", rbi_fit_main},
-        {"probe", rbi_probe_main},
-        {"run", rbi_run_main},
-        {"help", run_help},
-        {"--help", run_help},
-        {"-h", run_help},
-        {"--version", run_version},
-        {"-V", run_version},
+        {"config", rbi_config_main}, {"doctor", rbi_doctor_main},
+        {"fit", rbi_fit_main},       {"probe", rbi_probe_main},
+        {"run", rbi_run_main},       {"help", run_help},
+        {"--help", run_help},        {"-h", run_help},
+        {"--version", run_version},  {"-V", run_version},
     };
     output_begin();
     if (count < 2) {

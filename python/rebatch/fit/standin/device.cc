@@ -22,6 +22,7 @@ struct card {
     int processor_threads = 2048, processor_blocks = 32;
     int shared_most = 166912, shared_processor = 167936;
     int l2_bytes = 40 << 20, bus_bits = 5120, clock_khz = 1410000;
+    int virtual_memory = 1, integrated = 0;
 };
 
 void set(card &c, const char *name, const char *value)
@@ -40,6 +41,8 @@ void set(card &c, const char *name, const char *value)
         {"l2_bytes", &c.l2_bytes},
         {"bus_bits", &c.bus_bits},
         {"clock_khz", &c.clock_khz},
+        {"virtual_memory", &c.virtual_memory},
+        {"integrated", &c.integrated},
     };
     if (strcmp(name, "name") == 0)
         snprintf(c.name, sizeof c.name, "%s", value);
@@ -90,7 +93,6 @@ const struct {
     {cudaDevAttrConcurrentKernels, 1},
     {cudaDevAttrUnifiedAddressing, 1},
     {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
-    {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
 };
 
 /* Those of this one. */
@@ -115,6 +117,10 @@ int attribute_of(const card &c, int asked)
         return c.l2_bytes;
     case cudaDevAttrClockRate:
         return c.clock_khz;
+    case cudaDevAttrIntegrated:
+        return c.integrated;
+    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+        return c.virtual_memory;
     default:
         return 0;
     }

@@ -184,6 +184,15 @@ def open_prebuilt(wanted: Torch) -> ctypes.CDLL | None:
         return None
 
 
+def source_of(wanted: Torch) -> str:
+    """Where load() would have the library from. Raises FrontError where it has none."""
+    if wanted.is_release and (FOLDER / wanted.prebuilt_name).exists():
+        return f"from the package, for PyTorch {wanted.version}"
+    if cached(wanted).exists():
+        return f"compiled before, {cached(wanted)}"
+    return f"compiled at the first install() by {front_build.compiler()[0]}"
+
+
 @functools.lru_cache(maxsize=None)
 def load() -> ctypes.CDLL:
     """The library with the allocator, loaded. Raises FrontError."""

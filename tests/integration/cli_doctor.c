@@ -1,0 +1,37 @@
+/* Owns the tests of `rebatch doctor`. Must not know the library's inside. Machines with a GPU and
+ * without one pass; tests/python/cuda/test_doctor.py has GPUs of several kinds. */
+#include <criterion/criterion.h>
+#include <string.h>
+
+#include "cli_common.h"
+#include "rebatch/version.h"
+#include "unit/config_files.h"
+
+TestSuite(cli_doctor, .init = cli_enter, .fini = config_leave);
+
+Test(cli_doctor, it_says_what_there_is)
+{
+    AUTO_DONE(r) = cli_run("", "doctor", "");
+    cr_assert_str_eq(r.error, "");
+    cr_assert(strncmp(r.out, "rebatch       " REBATCH_VERSION "\n", 15) == 0, "%s", r.out);
+    const char *const lines[] = {"\nsystem  ", "\nhost memory  ", "\nGPU  ", "\nNVML  "};
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
+        cr_expect(strstr(r.out, lines[i]), "%s is missing in %s", lines[i], r.out);
+    cr_expect_eq(r.code, strstr(r.out, "\nnot here      no GPU can be used") ? 1 : 0, "%s", r.out);
+}
+
+Test(cli_doctor, it_shows_the_variables_and_the_mistake_in_one)
+{
+    AUTO_DONE(r) = cli_run("REBATCH_MEMORY_LIMIT=8GiB REBATCH_BATCH_STRAT=3", "doctor", "");
+    cr_expect(strstr(r.out, "REBATCH_MEMORY_LIMIT=8GiB\n"), "%s", r.out);
+    cr_expect(strstr(r.out, "\nnot here      a session: REBATCH_BATCH_STRAT is not a setting's "
+                            "variable; did you mean REBATCH_BATCH_START?\n"),
+              "%s", r.out);
+}
+
+Test(cli_doctor, help_and_wrong_usage)
+{
+    AUTO_DONE(help) = cli_run("", "doctor", "--help");
+    cr_expect(help.code == 0 && strstr(help.out, "usage: rebatch doctor\n"), "%s", help.out);
+    cli_expect_refused("", "doctor", "more", 2, "usage: rebatch doctor\n");
+}

@@ -1,0 +1,47 @@
+"""rebatch.doctor with GPUs of several kinds, as the stand-in can be."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import load_standin
+
+
+def doctor(**environment):
+    env = {**os.environ, **environment}
+    command = [sys.executable, "-m", "rebatch.doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_gpu_is_described():
+    said = doctor()
+    assert "sees a GPU" in said and "cuda:0 " in said and "virtual memory " in said
+    assert "no GPU can be used" not in said
+
+
+@pytest.mark.skipif(load_standin() is None, reason="a real GPU is of one kind")
+@pytest.mark.parametrize(
+    "card, host, found, trouble",
+    [
+        ("name=H100 MIG 1g.10gb", 1, "virtual memory yes, host memory stands in yes",
+         "a MIG instance is no peer of another"),
+        ("name=NVIDIA A16-4Q,virtual_memory=0", 0, "virtual memory no, host memory stands in no",
+         "no virtual memory, as on some vGPUs"),
+        ("name=Orin,integrated=1", 1, "host memory stands in no, integrated yes",
+         "the GPU uses the machine's memory"),
+        ("name=H100", 0, "virtual memory yes, host memory stands in no",
+         "the driver maps no host memory for the GPU"),
+        ("name=H100", 1, "virtual memory yes, host memory stands in yes, integrated no", ""),
+    ],
+)  # fmt: skip
+def test_what_would_not_work_is_said_once(card, host, found, trouble):
+    said = doctor(
+        STANDIN_CARD=card, STANDIN_GPUS="2", **({"STANDIN_HOST": "1048576"} if host else {})
+    )
+    assert said.count(found) == 2
+    troubles = [line for line in said.splitlines() if line.startswith("not here")]
+    assert len(troubles) == (1 if trouble else 0), said
+    assert not trouble or trouble in troubles[0]
