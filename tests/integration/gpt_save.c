@@ -630,7 +630,7 @@ Test(gpt_save, kill_9_at_any_time_leaves_a_good_file)
     enum { ROUNDS = 12, MOST = 400 };
     static char hashes[MOST + 1][GPT_HASH_TEXT_BYTES];
     const struct run_options options = tiny_run();
-    char kept[ROUNDS][80];
+    char kept[ROUNDS][96];
     size_t rounds = ROUNDS / (stride_of_cases(4) > 1 ? 3 : 1), last = 0;
     for (size_t i = 0; i < rounds; i++) {
         uint64_t seed = i + 1;

@@ -180,6 +180,23 @@ Test(step_resize, a_larger_batch_has_larger_buffers)
     expect_step(&t, 20, "f20");
 }
 
+/* The first two samples cost 8, the others 1. */
+static uint64_t cost_of_two_long(size_t first, size_t count, void *user)
+{
+    (void)user;
+    return count + 7 * (first < 2 ? (first + count < 2 ? count : 2 - first) : 0);
+}
+
+Test(step_resize, by_cost_buffers_are_made_for_the_most_samples_of_any_cut)
+{
+    OPEN(trainer, t, &OPTIONS(.micro_start = 1), MIB(80));
+    rebatch_step_ops ops = ops_of(&t);
+    ops.cost = cost_of_two_long;
+    t.batch = 20;
+    OK(rebatch_step(t.rb, &ops, 20, &t, NULL));
+    cr_expect_str_eq(t.trace, "r8 f1 f1 f8 f8 f2");
+}
+
 /* ---- memory ---- */
 
 Test(step_resize, the_buffers_of_the_old_size_are_gone_before_the_new_ones_are_made)
