@@ -289,7 +289,10 @@ def test_compiled_program_that_never_steps_is_told(compiled):
     "options, program, sentence, status",
     [
         ([], "true", "calls no shared library of CUDA: expected a program that is linked with", 1),
-        (["--install"], "true", "--install and --lighten are for Python", 2),
+        (["--install"], "true", "--install, --lighten and --ranks are for Python", 2),
+        (["--ranks", "0"], "python3", "argument --ranks: 0: expected at least 1", 2),
+        (["--ranks", "2"], "true", "--install, --lighten and --ranks are for Python", 2),
+        (["--ranks", "2"], "python3", "--ranks needs a program such as python3 train.py", 2),
         ([], "not-there", "not-there cannot be run: No such file or directory", 127),
     ],
 )
@@ -403,6 +406,56 @@ def test_program_without_an_answer_is_told_in_one_sentence(program, source, sent
     done = fit("--gpu", "l4", "--", sys.executable, program(source), "4")
     assert done.returncode == 1 and done.stdout == ""
     assert sentence in done.stderr.splitlines()[-1]
+
+
+RANKED = """
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+assert dist.get_world_size() == 4
+"""
+DDP = RANKED + "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+SHARDED = (
+    RANKED
+    + """
+for layer in model:
+    torch.distributed.fsdp.fully_shard(layer)
+torch.distributed.fsdp.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+"""
+)
+
+
+@on_standin
+def test_ranks_count_the_buckets_of_ddp(program):
+    alone, more = found("--memory", "1GiB,1152MiB", "--", sys.executable,
+                        program(MODEL, STEP), "4")  # fmt: skip
+    [ranked] = found("--memory", "1GiB", "--ranks", "4", "--", sys.executable,
+                     program(MODEL, DDP, STEP), "4")  # fmt: skip
+    parameters, gradients = (alone["held_bytes"][kind] for kind in ("parameters", "gradients"))
+    assert ranked["held_bytes"]["parameters"] == parameters
+    lost = (alone["micro"] - ranked["micro"]) * 128 * MIB / (more["micro"] - alone["micro"])
+    assert 0.9 * gradients < lost < 4 * gradients  # beside the buckets, a micro-batch's own
+
+
+@on_standin
+def test_ranks_count_one_shard(program):
+    [alone] = found("--memory", "1GiB", "--", sys.executable, program(MODEL, STEP), "4")
+    [sharded] = found("--memory", "1GiB", "--ranks", "4", "--", sys.executable,
+                      program(MODEL, SHARDED, STEP), "4")  # fmt: skip
+    for kind in "parameters", "gradients", "optimizer":
+        share = sharded["held_bytes"][kind] / alone["held_bytes"][kind]
+        assert share == pytest.approx(0.25, rel=0.01), kind
+
+
+@on_standin
+def test_groups_of_the_program_without_ranks_are_told(program):
+    group = "import torch.distributed as dist\ndist.init_process_group('gloo', rank=0, "
+    group += "world_size=1, store=dist.HashStore())\n"
+    source = program(MODEL, group, DDP.replace(RANKED, ""), STEP)
+    done = fit("--gpu", "l4", "--", sys.executable, source, "4")
+    assert done.returncode == 1
+    assert "several ranks: expected --ranks N and the program itself" in done.stderr
 
 
 @on_standin

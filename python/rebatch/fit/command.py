@@ -36,6 +36,7 @@ class Given:
     is_json: bool
     installs: bool  # rebatch's allocator, where the program does not
     levels: bool  # of `lighten`
+    ranks: int  # of which the program is one; 1: alone
     program: list[str]
 
 
@@ -82,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lighten", action="store_true", help="a row for each way of the Step's `lighten` too"
     )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="as one of N ranks, for "
+                        "a Python program that torchrun would start")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--cards", action="store_true", help="list the cards, and end")
     return parser
@@ -108,23 +111,39 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
                 f"argument --memory: {max(given.memory) / 2**30:.2f} GiB of the "
                 f"{card.memory_bytes / 2**30:.2f} GiB of {card.short}: expected no more than it has"
             )
-    if (given.install or given.lighten) and compiled.find(program[0]):
-        parser.error(f"--install and --lighten are for Python: {program[0]} is a compiled program")
+    if (given.install or given.lighten or given.ranks != 1) and compiled.find(program[0]):
+        parser.error(
+            f"--install, --lighten and --ranks are for Python: {program[0]} is a compiled program"
+        )
+    if given.ranks < 1:
+        parser.error(f"argument --ranks: {given.ranks}: expected at least 1")
+    if given.ranks > 1 and not _is_python_file(program):
+        parser.error("--ranks needs a program such as python3 train.py, without torchrun")
     return Given(
         cards=chosen,
         memory=given.memory,
         is_json=given.json,
         installs=given.install,
         levels=given.lighten,
+        ranks=given.ranks,
         program=program,
     )
+
+
+def _is_python(word: str) -> bool:
+    return re.fullmatch(r"python[\d.]*", os.path.basename(word)) is not None
+
+
+def _is_python_file(program: Sequence[str]) -> bool:
+    """Whether Python runs a file or a module, without options of its own."""
+    rest = program[1:]
+    return _is_python(program[0]) and bool(rest) and (rest[0] == "-m" or rest[0][0] != "-")
 
 
 def _python_of(program: Sequence[str]) -> str:
     """The Python whose PyTorch the program uses: itself, or the one that runs this."""
     found = shutil.which(program[0])
-    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(program[0]))
-    return found if found and is_python else sys.executable
+    return found if found and _is_python(program[0]) else sys.executable
 
 
 def _environment(card: cards.Card, memory: list[int], preloaded: str, cuda: str) -> dict[str, str]:
@@ -161,7 +180,10 @@ def _run(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[st
         }
         environment = {**environment, "REBATCH_FIT": json.dumps(request)}
         sys.stdout.flush()
-        done = subprocess.run(given.program, env=environment, stdout=sys.stderr)
+        program = given.program
+        if given.ranks > 1:
+            program = [program[0], "-m", "rebatch.fit.one_of", str(given.ranks), *program[1:]]
+        done = subprocess.run(program, env=environment, stdout=sys.stderr)
         if os.path.exists(answer):
             with open(answer) as file:
                 found = dict(json.load(file))

@@ -36,7 +36,7 @@ class _Training(Protocol):
     callbacks: Any
     report: Any
 
-    def alone(self, program: Any, /) -> Any: ...
+    def like(self, program: Any, ranks: Any, /) -> Any: ...
 
 
 def _standin() -> Any:
@@ -96,8 +96,8 @@ class _Attempt:
             log_level="quiet",
         )
         self._cut = program.cut
-        self._training = training.alone(
-            dataclasses.replace(program, options=options, cost=None, on_event=None)
+        self._training = training.like(
+            dataclasses.replace(program, options=options, cost=None, on_event=None), training.ranks
         )
         self._training.running.undo.compares_contents = False  # kernels write none
         if level:
@@ -376,10 +376,10 @@ def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[st
         raise FitError(
             f"rebatch: the model is on {device}: expected it on cuda, which is there for a fit"
         )
-    if training.ranks:
+    if training.ranks and torch.distributed.get_backend() != "fake":
         raise FitError(
-            "rebatch: the program trains on several ranks: expected one process, since a fit "
-            "counts one"
+            "rebatch: the program trains on several ranks: expected --ranks N and the program "
+            "itself, without torchrun"
         )
     search = Search(training, batch, request["installs"])
     levels = range(1 + (len(training.callbacks.rungs) if request["levels"] else 0))

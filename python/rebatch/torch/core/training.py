@@ -301,10 +301,16 @@ class Training:
 
     def alone(self, program: Program) -> Training:
         """The training of another program with the same model, on this rank alone."""
+        training = self.like(program, None)
+        training.running.has_ranks = False
+        return training
+
+    def like(self, program: Program, ranks: Optional[Ranks]) -> Training:
+        """The training of another program with the same model."""
         running = copy.copy(self.running)
-        running.program, running.has_ranks = program, False
+        running.program = program
         running.told = Told(tuple, set, lambda: "")  # whoever asks says what is found
-        return Training(running, cuts=FirstCut(is_done=True), number=self.number)
+        return Training(running, ranks, FirstCut(is_done=True), self.number)
 
     # ---- a checkpoint ----
 
