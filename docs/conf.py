@@ -14,6 +14,7 @@ NAVIGATION = {
     "Tutorial": ["docs/guide"],
     "How to": [
         "docs/pytorch",
+        "docs/coming-from",
         "docs/distributed",
         "docs/fit",
         "docs/probe",

@@ -1,4 +1,4 @@
-"""The blocks of docs/pytorch.md run, in order, in one session."""
+"""The blocks of docs/pytorch.md and docs/coming-from.md run, in order, in one session each."""
 
 import importlib.util
 import pathlib
@@ -7,28 +7,44 @@ import sys
 
 import pytest
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "pytorch.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def blocks_of(page):
+    text = (DOCS / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def run_blocks(page):
+    """How many blocks ran, and the names that they left."""
     names = {}
     ran = 0
-    for block in BLOCKS:
+    for block in blocks_of(page):
         needed = re.match(r"# needs (\w+)\n", block)
         if block.startswith("# on a GPU") or needed and not importlib.util.find_spec(needed[1]):
-            compile(block, str(PAGE), "exec")
+            compile(block, page, "exec")
             continue
         try:
-            exec(compile(block, str(PAGE), "exec"), names)
+            exec(compile(block, page, "exec"), names)
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error}, in:\n{block}")
         ran += 1
+    return ran, names
+
+
+def test_every_block_of_the_page_of_pytorch_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran, names = run_blocks("pytorch.md")
     if "export" in names:  # other tests run the lines for Prometheus too
         sys.modules["prometheus_client"].REGISTRY.unregister(names["export"])
     assert ran >= 8
     assert (tmp_path / "train.jsonl").read_text().count("\n") >= 4
+
+
+def test_every_block_of_coming_from_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran, _ = run_blocks("coming-from.md")
+    assert ran >= 4
 
 
 def test_every_option_of_the_page_is_one():
@@ -36,7 +52,7 @@ def test_every_option_of_the_page_is_one():
     import inspect
 
     known = set(inspect.signature(session.session_options).parameters)
-    table = PAGE.read_text().split("## Options")[1].split("## Exactness")[0]
+    table = (DOCS / "pytorch.md").read_text().split("## Options")[1].split("## Exactness")[0]
     named = set(re.findall(r"`(\w+)`", table.replace('"', ""))) & {
         name
         for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
