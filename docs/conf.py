@@ -54,13 +54,15 @@ root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "docs/*.rst", "python/rebatch/fit/standin/*.md"]
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
+highlight_language = "none"  # of blocks that name none
 
 # Python is read, not imported: PyTorch is not needed.
 autoapi_dirs = ["python/rebatch"]
 autoapi_generate_api_docs = False
 autoapi_add_toctree_entry = False
 autoapi_options = ["members", "imported-members", "undoc-members"]
-autoapi_python_class_content = "both"
+autoapi_python_class_content = "class"
+autoapi_member_order = "bysource"
 autodoc_typehints = "none"
 suppress_warnings = ["autoapi.python_import_resolution"]  # of private modules
 
