@@ -46,6 +46,7 @@ project = "rebatch"
 release = os.environ["VERSION"]
 html_title = f"rebatch {release}"
 html_theme = "furo"
+html_theme_options = {"light_css_variables": {"code-font-size": "0.75rem"}}  # 98 columns
 html_show_copyright = False
 html_copy_source = False
 html_extra_path = ["../build/docs/doxygen"]  # its folder c/
@@ -55,14 +56,16 @@ include_patterns = ["*.md", "docs/*.md", "docs/*.rst", "python/rebatch/fit/stand
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 highlight_language = "none"  # of blocks that name none
+default_role = "code"  # of single backticks in docstrings
+smartquotes_action = "D"  # dashes; quotes stay as they are
 
 # Python is read, not imported: PyTorch is not needed.
 autoapi_dirs = ["python/rebatch"]
 autoapi_generate_api_docs = False
 autoapi_add_toctree_entry = False
-autoapi_options = ["members", "imported-members", "undoc-members"]
+autoapi_options = ["members", "undoc-members"]
 autoapi_python_class_content = "class"
-autoapi_member_order = "bysource"
+autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 suppress_warnings = ["autoapi.python_import_resolution"]  # of private modules
 

@@ -116,7 +116,7 @@ class Rebatch(Callback):
 
     @property
     def report(self) -> Report:
-        """What the last batch needed: rebatch.torch.Step.report."""
+        """What the last batch needed, as rebatch.torch.Step.report has it."""
         return self._step.backward.report if self._step else Report()
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:

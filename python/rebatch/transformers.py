@@ -78,7 +78,7 @@ class RebatchMixin(_Trainer):
 
     @property
     def report(self) -> Report:
-        """What the last batch needed: rebatch.torch.Step.report."""
+        """What the last batch needed, as rebatch.torch.Step.report has it."""
         return self._rebatch.backward.report if self._rebatch.backward else Report()
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:

@@ -22,7 +22,7 @@ class Fit:
 
     @property
     def micro(self) -> int:
-        """The largest micro-batch of the first row, in samples; 0 where not even one sample fits."""
+        """The largest micro-batch of the first row, in samples; 0 where not even one fits."""
         return int(self.rows[0]["micro"])
 
     def __str__(self) -> str:

@@ -194,7 +194,7 @@ class Step:
 
     @property
     def micro(self) -> int:
-        """The micro-batch size with which the next step begins, in samples; 0: not known yet."""
+        """The micro-batch with which the next step begins, in samples; 0 where it is not known."""
         return self._training.micro
 
     @property
@@ -208,7 +208,7 @@ class Step:
 
     @property
     def outputs(self) -> Any:
-        """What loss_fn returned beside the loss, for the last batch: joined or summed."""
+        """What loss_fn returned beside the loss, for the last batch, joined or summed."""
         return self._training.outputs
 
     @outputs.setter
