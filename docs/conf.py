@@ -39,7 +39,7 @@ NAVIGATION = {
         "docs/benchmarks",
         "python/rebatch/fit/standin/README",
     ],
-    "Contributing": ["docs/testing"],
+    "Contributing": [".github/CONTRIBUTING", "docs/testing", ".github/SECURITY"],
 }
 
 project = "rebatch"
@@ -52,7 +52,13 @@ html_copy_source = False
 html_extra_path = ["../build/docs/doxygen"]  # its folder c/
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/*.rst", "python/rebatch/fit/standin/*.md"]
+include_patterns = [
+    "*.md",
+    ".github/*.md",
+    "docs/*.md",
+    "docs/*.rst",
+    "python/rebatch/fit/standin/*.md",
+]
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 highlight_language = "none"  # of blocks that name none
