@@ -23,7 +23,7 @@ static const char help[] =
     "                            (default: all of the card's)\n"
     "  --install                 PyTorch with rebatch's allocator, as after install()\n"
     "  --lighten                 a row for each way of the Step's `lighten` too\n"
-    "  --ranks N                 as one of N ranks, for a Python program that torchrun would start\n"
+    "  --ranks N                 as one of N ranks: a Python program, without its torchrun\n"
     "  --json                    print one JSON object instead of the table\n"
     "  --cards                   list the cards, and end\n"
     "  --help, -h                print this text\n"
