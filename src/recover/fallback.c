@@ -51,12 +51,23 @@ static size_t refit(const rebatch *rb, size_t failed)
     return rb->run.by_cost ? size : rbi_round_size(&rb->options, size);
 }
 
-/* A memory model says enough of other sizes, and so do those through which learning by a meter came
- * to a size at which steps have run: they are below it and near. Sizes that merely ran do not.
- * `previous`: the size before the growth to the one that failed; 0: steps have run at that one. */
+/* A micro-batch that ran out of memory, or would have, at a cost from which the session learns. */
+static bool failed_by_cost(const rebatch *rb)
+{
+    const rebatch_phase phase = rb->run.ooms.failure.phase;
+    return rb->run.by_cost && rbi_is_on(rb->options.learn) &&
+           (phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_BACKWARD ||
+            phase == REBATCH_PHASE_ADMISSION);
+}
+
+/* A memory model says enough of other sizes, and so do those through which learning came to a size:
+ * by cost, or by a meter to one at which steps have run. They are below it and near. Sizes that
+ * merely ran do not. `previous`: the size before the growth to the one that failed; 0: steps have
+ * run at that one. */
 static bool goes_by_prediction(const rebatch *rb, size_t previous)
 {
-    const bool was_approached = rbi_is_on(rb->options.learn) && rbi_meter_is_set(rb) && !previous;
+    const bool was_approached =
+        failed_by_cost(rb) || (rbi_is_on(rb->options.learn) && rbi_meter_is_set(rb) && !previous);
     return rb->options.on_oom == REBATCH_ON_OOM_FIT ||
            (rb->options.on_oom == REBATCH_ON_OOM_DEFAULT &&
             (was_approached || rbi_need_has_model(rb, rb->lighten)));
@@ -77,9 +88,10 @@ static size_t predict(struct smaller *next, const rebatch *rb, size_t failed, si
     const bool was_predicted = failed == next->fitted;
     if (!goes_by_prediction(rb, previous) || (was_predicted && next->refitted))
         return 0;
-    next->fitted = was_predicted
-                       ? refit(rb, failed)
-                       : rbi_need_largest(rb, failed - 1, rb->run.ooms.failure.available_bytes);
+    const size_t available = rb->run.ooms.failure.available_bytes;
+    next->fitted = was_predicted ? refit(rb, failed) : rbi_need_largest(rb, failed - 1, available);
+    if (failed_by_cost(rb)) /* a line through costs is rough near the one that failed */
+        next->fitted = rbi_min(next->fitted, refit(rb, failed));
     next->refitted = was_predicted;
     return next->fitted;
 }

@@ -416,10 +416,33 @@ Test(step_learn, by_cost_an_attempt_that_is_not_admitted_ends_it)
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
     rig.script.inside = NULL;
     for (int i = 0; i < 3; i++) {
-        cr_assert_eq(rig.report.cost_after, 8, "what was not admitted is growth's business");
+        cr_assert_eq(rig.report.cost_after, 11, "16 of 28 units that it needs, 20 are there");
         OK(rig_step(&rig, 64));
         cr_assert_eq(rig.report.learned, 0);
     }
+}
+
+/* A micro-batch of 30 samples or more does not fit, unlike what a line through smaller ones says. */
+INSIDE(fail_when_large)
+{
+    void *more = NULL;
+    (void)s;
+    return callback == SCRIPT_FORWARD && mb->count >= 30
+               ? rebatch_pool_alloc(&more, mb->pool, MIB(2) + KIB(64), mb->stream, 0)
+               : REBATCH_OK;
+}
+
+Test(step_learn, by_cost_an_oom_leads_to_a_budget_near_the_one_that_failed)
+{
+    size_t lengths[64];
+    OPEN_WITH(open_lengths, rig, rig, &OPTIONS(.learn = REBATCH_ON, .growth = REBATCH_OFF),
+              lengths);
+    script_inside(&rig.script, fail_when_large, NULL);
+    for (int i = 0; i < 4; i++)
+        OK(rig_step(&rig, 64));
+    cr_assert_geq(rig.report.cost_after, 26);
+    cr_assert_lt(rig.report.cost_after, 30);
+    cr_assert_eq(rig.report.ooms, 0);
 }
 
 Test(step_learn, a_probe_ends_it)

@@ -49,6 +49,7 @@ class Report(MapReport):
 
     step: int = 0  # number of the effective batch
     learned: int = 0  # micro-batches from which the session learned
+    budget: int = 0  # with `cost`: the most that a micro-batch may cost from now on
     torn: bool = False
     overflow_bytes: int = 0  # of host memory that the update took, as the GPU had no more
     ranks: Tuple[int, ...] = ()  # with several ranks, the `micro` of each
@@ -141,6 +142,7 @@ def report_of(filled: c.StepReport, samples: int, ranks: Tuple[int, ...]) -> Rep
         **_counts_of(filled, samples),
         step=filled.step,
         learned=filled.learned,
+        budget=filled.cost_after,
         torn=filled.torn,
         overflow_bytes=filled.overflow_bytes,
         ranks=ranks,
