@@ -69,41 +69,87 @@ static int attribute_of(const struct rbi_cuda_driver *driver, int gpu, int attri
     return driver->device_get_attribute(&value, attribute, gpu) ? 0 : value;
 }
 
-static void add_limits_of_gpu(struct doctor *d, const rebatch_device *gpu, bool is_integrated)
+/* Maps a page as a pool does: of the GPU's memory, or of the host's. */
+static rebatch_status try_page(rebatch_device *gpu, bool of_host)
 {
-    const bool has_pages = gpu->ops->reserve != NULL;
-    if (strstr(gpu->name, " MIG "))
-        add_trouble(d, "a MIG instance is no peer of another: each trains alone, without NCCL");
-    if (!has_pages)
-        add_trouble(d, "no virtual memory, as on some vGPUs: the pool cannot join pieces, so more "
-                       "is lost to fragments, and host memory cannot stand in");
-    if (is_integrated)
-        add_trouble(d, "the GPU uses the machine's memory: host memory cannot stand in, and what "
-                       "is free for it is MemAvailable less a 16th");
-    else if (has_pages && !gpu->ops->create_host)
-        add_trouble(d, "the driver maps no host memory for the GPU: an allocation that must not "
-                       "fail can fail");
+    const size_t bytes = rbi_device_page_bytes(gpu);
+    void *address;
+    rbi_physical physical;
+    rebatch_status status = rbi_device_reserve(gpu, &address, bytes);
+    if (status)
+        return status;
+    status = of_host ? rbi_device_create_host(gpu, &physical, bytes)
+                     : rbi_device_create_physical(gpu, &physical, bytes);
+    if (!status) {
+        status = rbi_device_map(gpu, address, bytes, physical);
+        if (!status) {
+            status = rbi_device_set_access(gpu, address, bytes);
+            (void)rbi_device_unmap(gpu, address, bytes);
+        }
+        (void)(of_host ? rbi_device_release_host(gpu, physical, bytes)
+                       : rbi_device_release_physical(gpu, physical, bytes));
+    }
+    (void)rbi_device_unreserve(gpu, address, bytes);
+    return status;
 }
 
-static void add_open_gpu(struct doctor *d, const struct rbi_cuda_driver *driver, int handle,
-                         rebatch_device *gpu)
+/* What a driver says that it has, it may refuse. A GPU that is full has virtual memory. */
+static bool has_pages(struct doctor *d, rebatch_device *gpu)
 {
+    if (!rbi_device_has_virtual_memory(gpu)) {
+        add_trouble(d, "no virtual memory, as on some vGPUs: the pool cannot join pieces, so more "
+                       "is lost to fragments, and host memory cannot stand in");
+        return false;
+    }
+    const rebatch_status status = try_page(gpu, false);
+    if (!status || status == REBATCH_OOM)
+        return true;
+    rbi_text_add(&d->troubles, "not here      virtual memory of %s: %s\n", rebatch_device_name(gpu),
+                 rebatch_last_error());
+    return false;
+}
+
+static bool has_host_pages(struct doctor *d, rebatch_device *gpu, bool is_integrated)
+{
+    if (is_integrated) {
+        add_trouble(d, "the GPU uses the machine's memory: host memory cannot stand in, and what "
+                       "is free for it is MemAvailable less a 16th");
+        return false;
+    }
+    if (rbi_device_has_overflow(gpu)) {
+        if (!try_page(gpu, true))
+            return true;
+        rbi_text_add(&d->troubles, "not here      host memory for %s: %s\n",
+                     rebatch_device_name(gpu), rebatch_last_error());
+    }
+    if (rbi_device_has_virtual_memory(gpu))
+        add_trouble(d, "the driver maps no host memory for the GPU: an allocation that must not "
+                       "fail can fail");
+    return false;
+}
+
+static void add_open_gpu(struct doctor *d, const struct rbi_cuda_driver *driver, int ordinal,
+                         int handle, rebatch_device *gpu)
+{
+    char name[256] = ""; /* a device's own is cut */
     rebatch_memory_info memory = {0};
     const bool is_integrated = attribute_of(driver, handle, ATTRIBUTE_INTEGRATED) != 0;
     d->gpus++;
     (void)rebatch_device_memory(gpu, &memory);
-    rbi_text_add(&d->text, "%s, capability %d.%d, ", rebatch_device_name(gpu),
+    (void)driver->device_get_name(name, sizeof name, handle);
+    rbi_text_add(&d->text, "cuda:%d %s, capability %d.%d, ", ordinal, name,
                  attribute_of(driver, handle, CAPABILITY_MAJOR),
                  attribute_of(driver, handle, CAPABILITY_MINOR));
     rbi_text_add_bytes(&d->text, memory.total_bytes);
     rbi_text_add(&d->text, ", of which ");
     rbi_text_add_bytes(&d->text, memory.free_bytes);
     rbi_text_add(&d->text, " free beside the context\n");
+    if (strstr(name, " MIG "))
+        add_trouble(d, "a MIG instance is no peer of another: each trains alone, without NCCL");
+    const bool pages = has_pages(d, gpu), host_pages = has_host_pages(d, gpu, is_integrated);
     rbi_text_add(&d->text,
                  "              virtual memory %s, host memory stands in %s, integrated %s\n",
-                 gpu->ops->reserve ? "yes" : "no", gpu->ops->create_host ? "yes" : "no",
-                 is_integrated ? "yes" : "no");
-    add_limits_of_gpu(d, gpu, is_integrated);
+                 pages ? "yes" : "no", host_pages ? "yes" : "no", is_integrated ? "yes" : "no");
 }
 
 static void add_gpu(struct doctor *d, const struct rbi_cuda_driver *driver, int ordinal)
@@ -120,7 +166,7 @@ static void add_gpu(struct doctor *d, const struct rbi_cuda_driver *driver, int 
     }
     if (ordinal == 0)
         rbi_text_add(&d->text, "%s\n              ", gpu->driver);
-    add_open_gpu(d, driver, handle, gpu);
+    add_open_gpu(d, driver, ordinal, handle, gpu);
     rebatch_device_close(gpu);
 }
 

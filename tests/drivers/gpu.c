@@ -2,7 +2,8 @@
  * DRIVER_MEMORY, memory that the process can use is behind them. Every call that allocates or frees
  * is written into the file that DRIVER_LOG names; with DRIVER_LOG_WAITS, waits are there too.
  * DRIVER_BYTES is how much memory there is, 64 MiB unless it is set; DRIVER_HAS is the number of
- * the one attribute that the GPU has. Must not know the tests. */
+ * the one attribute that the GPU has; DRIVER_PAGE is the page's size of its virtual memory, all
+ * other calls of which it refuses. Must not know the tests. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -233,6 +234,13 @@ CALL(cuDeviceGetAttribute, (int *value, int attribute, int device), {
     (void)device;
     *value = has && strtol(has, NULL, 10) == attribute;
     return OK;
+})
+CALL(cuMemGetAllocationGranularity, (size_t * bytes, const void *kind, int option), {
+    const char *const page = getenv("DRIVER_PAGE");
+    (void)kind;
+    (void)option;
+    *bytes = page ? strtoull(page, NULL, 10) : 0;
+    return page ? OK : NOT_SUPPORTED;
 })
 static int context;
 CALL(cuDevicePrimaryCtxRetain, (void **out, int device), {

@@ -1,6 +1,8 @@
 /* Owns the tests of `rebatch doctor`. Must not know the library's inside. Machines with a GPU and
  * without one pass; tests/python/cuda/test_doctor.py has GPUs of several kinds. */
 #include <criterion/criterion.h>
+#include <limits.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "cli_common.h"
@@ -27,6 +29,25 @@ Test(cli_doctor, it_shows_the_variables_and_the_mistake_in_one)
     cr_expect(strstr(r.out, "\nnot here      a session: REBATCH_BATCH_STRAT is not a setting's "
                             "variable; did you mean REBATCH_BATCH_START?\n"),
               "%s", r.out);
+}
+
+/* On one of tests/drivers, which are beside the command. */
+static struct run run_on(const char *driver, const char *variables)
+{
+    static char setup[2 * PATH_MAX];
+    (void)snprintf(setup, sizeof setup, "export LD_LIBRARY_PATH='%.*s/tests/drivers/%s' %s;",
+                   (int)(strrchr(cli_command, '/') - cli_command), cli_command, driver, variables);
+    return cli_run(setup, "doctor", "");
+}
+
+Test(cli_doctor, virtual_memory_that_the_driver_refuses_is_said_with_the_reason)
+{
+    AUTO_DONE(r) = run_on("gpu", "DRIVER_HAS=102 DRIVER_PAGE=2097152");
+    cr_expect(strstr(r.out, " virtual memory no, "), "%s", r.out);
+    cr_expect(strstr(r.out, "\nnot here      virtual memory of cuda:0 stand-in: "), "%s", r.out);
+    AUTO_DONE(without) = run_on("gpu", "DRIVER_HAS=102");
+    cr_expect(strstr(without.out, "\nnot here      no virtual memory, as on some vGPUs: "), "%s",
+              without.out);
 }
 
 Test(cli_doctor, help_and_wrong_usage)

@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import load_standin
 
+LONG = "NVIDIA RTX PRO 6000 Blackwell Server Edition"  # a device's name in C is cut
+
 
 def doctor(**environment):
     env = {**os.environ, **environment}
@@ -26,7 +28,7 @@ def test_a_gpu_is_described():
 @pytest.mark.parametrize(
     "card, host, found, trouble",
     [
-        ("name=H100 MIG 1g.10gb", 1, "virtual memory yes, host memory stands in yes",
+        (f"name={LONG} MIG 1g.24gb", 1, "virtual memory yes, host memory stands in yes",
          "a MIG instance is no peer of another"),
         ("name=NVIDIA A16-4Q,virtual_memory=0", 0, "virtual memory no, host memory stands in no",
          "no virtual memory, as on some vGPUs"),
@@ -39,9 +41,17 @@ def test_a_gpu_is_described():
 )  # fmt: skip
 def test_what_would_not_work_is_said_once(card, host, found, trouble):
     said = doctor(
-        STANDIN_CARD=card, STANDIN_GPUS="2", **({"STANDIN_HOST": "1048576"} if host else {})
+        STANDIN_CARD=card, STANDIN_GPUS="2", **({"STANDIN_HOST": str(1 << 30)} if host else {})
     )
     assert said.count(found) == 2
     troubles = [line for line in said.splitlines() if line.startswith("not here")]
     assert len(troubles) == (1 if trouble else 0), said
     assert not trouble or trouble in troubles[0]
+
+
+@pytest.mark.skipif(load_standin() is None, reason="a real GPU is of one kind")
+def test_host_memory_that_the_driver_has_and_refuses_is_said_with_its_reason():
+    said = doctor(STANDIN_GPUS="1", STANDIN_HOST="1048576")  # half a page
+    assert "host memory stands in no" in said
+    assert "not here      host memory for cuda:0 stand-in for a GPU: " in said
+    assert "not here      the driver maps no host memory for the GPU: " in said

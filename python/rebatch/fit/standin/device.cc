@@ -17,7 +17,7 @@ namespace
 /* What differs between cards, as far as PyTorch and rebatch ask. STANDIN_CARD has it as
  * "name=NVIDIA L4,major=8,minor=9,…", by the names here; what it leaves out is an A100's. */
 struct card {
-    char name[64] = "stand-in for a GPU";
+    char name[128] = "stand-in for a GPU";
     int major = 8, minor = 0, processors = 108;
     int processor_threads = 2048, processor_blocks = 32;
     int shared_most = 166912, shared_processor = 167936;
