@@ -1,6 +1,5 @@
 /* Owns what is said of this machine: versions, GPUs, settings, what would not work here and why.
  * Must not know how a training uses them. */
-#include <dlfcn.h>
 #include <gnu/libc-version.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +10,7 @@
 #include "config/settings.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
+#include "device/nvml.h"
 #include "rebatch/config.h"
 #include "rebatch/cuda.h"
 #include "rebatch/version.h"
@@ -53,12 +53,16 @@ static void add_system(struct doctor *d)
         add_trouble(d, "WSL pins little host memory: overflow and offload to it may fail");
 }
 
+/* It sees GPUs that CUDA does not. */
 static void add_nvml(struct doctor *d)
 {
-    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
-    rbi_text_add(&d->text, "NVML          %s\n", library ? "there" : "not found");
-    if (library)
-        (void)dlclose(library);
+    bool has_mig;
+    rbi_text_add(&d->text, "NVML          ");
+    rbi_nvml_describe(&d->text, &has_mig);
+    rbi_text_add(&d->text, "\n");
+    if (has_mig && d->gpus == 0)
+        add_trouble(d, "MIG is on, and CUDA sees no instance: make one with `nvidia-smi mig`, and "
+                       "name it in CUDA_VISIBLE_DEVICES");
 }
 
 /* ---- GPUs ---- */

@@ -10,11 +10,11 @@ from conftest import load_standin
 LONG = "NVIDIA RTX PRO 6000 Blackwell Server Edition"  # a device's name in C is cut
 
 
-def doctor(**environment):
+def doctor(status=0, **environment):
     env = {**os.environ, **environment}
     command = [sys.executable, "-m", "rebatch.doctor"]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -55,3 +55,18 @@ def test_host_memory_that_the_driver_has_and_refuses_is_said_with_its_reason():
     assert "host memory stands in no" in said
     assert "not here      host memory for cuda:0 stand-in for a GPU: " in said
     assert "not here      the driver maps no host memory for the GPU: " in said
+
+
+@pytest.mark.skipif(load_standin() is None, reason="a real GPU is of one kind")
+def test_nvml_says_what_a_gpu_is_also_where_cuda_sees_none():
+    mig = "NVML          stand-in; GPU 0 NVIDIA H100, MIG on\n"
+    without_instance = "not here      MIG is on, and CUDA sees no instance: "
+    card = "name=NVIDIA H100 MIG 1g.10gb"
+    said = doctor(STANDIN_GPUS="1", STANDIN_CARD=card)
+    assert mig in said and without_instance not in said
+    said = doctor(1, STANDIN_GPUS="0", STANDIN_CARD=card)
+    assert mig in said and without_instance in said
+    said = doctor(STANDIN_GPUS="1", STANDIN_CARD="name=GRID A100-10C")
+    assert "NVML          stand-in; GPU 0 GRID A100-10C, a vGPU\n" in said
+    said = doctor(1, STANDIN_GPUS="0")
+    assert "MIG" not in said

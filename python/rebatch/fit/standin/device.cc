@@ -213,6 +213,12 @@ code attribute(int *value, int asked, int gpu)
 
 using namespace standin;
 
+/* For NVML, a library of its own. */
+STANDIN_API const char *standin_card(void)
+{
+    return the_card().name;
+}
+
 /* ---- the runtime's functions ---- */
 
 STANDIN_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int gpu)

@@ -1,15 +1,25 @@
 /* Owns NVML's functions, a library of their own: PyTorch asks it how many GPUs there are, and
- * whether they share memory between machines. A program that asks for more gets "not supported". */
+ * whether they share memory between machines; `rebatch doctor` what they are. A program that asks
+ * for more gets "not supported". */
+#include <stdio.h>
 #include <string.h>
 
 #define NVML_API extern "C" __attribute__((visibility("default")))
 
 extern "C" int cuDeviceGetCount(int *count);
+extern "C" const char *standin_card(void);
 
 namespace
 {
 constexpr int SUCCESS = 0, INVALID = 2; /* NVML_SUCCESS, NVML_ERROR_INVALID_ARGUMENT */
 char handle;
+
+/* A card that is cut into instances is called as one of them is, with " MIG " and its profile
+ * behind the card's own name; a virtual GPU's begins with "GRID ". */
+bool is_cut(void)
+{
+    return strstr(standin_card(), " MIG ");
+}
 } // namespace
 
 NVML_API int nvmlInit(void)
@@ -31,7 +41,7 @@ NVML_API int nvmlDeviceGetCount_v2(unsigned *count)
 {
     int gpus = 0;
     const int error = cuDeviceGetCount(&gpus);
-    *count = (unsigned)gpus;
+    *count = gpus == 0 && is_cut() ? 1 : (unsigned)gpus; /* a card without instances */
     return error ? INVALID : SUCCESS;
 }
 
@@ -44,6 +54,33 @@ NVML_API int nvmlDeviceGetHandleByIndex_v2(unsigned, void **out)
 NVML_API int nvmlDeviceGetHandleByPciBusId_v2(const char *, void **out)
 {
     *out = &handle;
+    return SUCCESS;
+}
+
+NVML_API int nvmlSystemGetDriverVersion(char *text, unsigned size)
+{
+    snprintf(text, size, "stand-in");
+    return SUCCESS;
+}
+
+NVML_API int nvmlDeviceGetName(void *, char *text, unsigned size)
+{
+    snprintf(text, size, "%s", standin_card());
+    if (char *const instance = strstr(text, " MIG "))
+        *instance = '\0';
+    return SUCCESS;
+}
+
+NVML_API int nvmlDeviceGetMigMode(void *, unsigned *now, unsigned *after_reset)
+{
+    *now = *after_reset = is_cut();
+    return SUCCESS;
+}
+
+NVML_API int nvmlDeviceGetVirtualizationMode(void *, int *mode)
+{
+    constexpr int NONE = 0, VGPU = 2; /* NVML_GPU_VIRTUALIZATION_MODE_… */
+    *mode = strncmp(standin_card(), "GRID ", strlen("GRID ")) == 0 ? VGPU : NONE;
     return SUCCESS;
 }
 
