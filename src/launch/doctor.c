@@ -205,8 +205,16 @@ static void add_settings(struct doctor *d)
     }
     if (!is_any)
         rbi_text_add(&d->text, "settings      none in the environment\n");
-    if (rebatch_config_load(&config, NULL))
+    if (rbi_run_settings_check() || rebatch_config_load(&config, NULL)) {
         rbi_text_add(&d->troubles, "not here      a session: %s\n", rebatch_last_error());
+        return;
+    }
+    for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
+        const struct rbi_entry *entry = &config->entries[i];
+        if (entry->origin && strchr(entry->origin, ':')) /* of the file that REBATCH_CONFIG names */
+            rbi_text_add(&d->text, "              %s = %s (%s)\n", rbi_settings[i].key, entry->text,
+                         entry->origin);
+    }
     rebatch_config_free(config);
 }
 

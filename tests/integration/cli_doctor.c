@@ -31,6 +31,16 @@ Test(cli_doctor, it_shows_the_variables_and_the_mistake_in_one)
               "%s", r.out);
 }
 
+Test(cli_doctor, it_shows_what_a_file_sets_and_a_mistake_in_what_a_run_asks_for)
+{
+    config_write("a.cfg", "memory = { limit = \"22GiB\"; };\n");
+    AUTO_DONE(file) = cli_run("REBATCH_CONFIG=a.cfg", "doctor", "");
+    cr_expect(strstr(file.out, "\n              memory.limit = \"22GiB\" (a.cfg:1)\n"), "%s",
+              file.out);
+    AUTO_DONE(run) = cli_run("REBATCH_RUN_OOM=x", "doctor", "");
+    cr_expect(strstr(run.out, "\nnot here      a session: REBATCH_RUN_OOM "), "%s", run.out);
+}
+
 /* On one of tests/drivers, which are beside the command. */
 static struct run run_on(const char *driver, const char *variables)
 {
