@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import sys
+from typing import Any
 
 from rebatch import _library
 
@@ -15,6 +16,16 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_
 
 def _trouble(what: str) -> str:
     return f"not here      {what}"
+
+
+def _gpu_of(torch: Any) -> tuple[bool, list[str]]:
+    """Whether PyTorch can use a GPU, and why it cannot: often the driver is too old for it."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        first = str(error).strip().split("\n")[0]
+        return False, [_trouble(f"PyTorch: {first}")]
+    return True, []
 
 
 def _torch_lines() -> tuple[list[str], list[str], bool]:
@@ -28,7 +39,7 @@ def _torch_lines() -> tuple[list[str], list[str], bool]:
     except ImportError as error:
         return ["PyTorch       cannot be used"], [_trouble(str(error))], False
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    has_gpu = torch.cuda.is_available()
+    has_gpu, troubles = _gpu_of(torch)
     lines = [f"PyTorch       {torch.__version__}, {built}, sees {'a' if has_gpu else 'no'} GPU"]
     lines += [
         f"allocator     {name}={os.environ[name]}" for name in _VARIABLES if name in os.environ
@@ -36,11 +47,16 @@ def _torch_lines() -> tuple[list[str], list[str], bool]:
     if not torch.version.cuda:
         why = "install(): this PyTorch is built without CUDA"
         return lines, [_trouble(why)], has_gpu
+    backend = torch.cuda.get_allocator_backend()
+    lines.append(f"allocator     {backend}")
+    if backend != "native":
+        troubles.append(_trouble(f"install(): PyTorch uses {backend}, not its native allocator"))
     try:
         source = front_library.source_of(front_library.this_torch())
     except FrontError as error:
-        return lines, [_trouble(f"install(): {str(error).removeprefix('rebatch: ')}")], has_gpu
-    return [*lines, f"install()     {source}"], [], has_gpu
+        troubles.append(_trouble(f"install(): {str(error).removeprefix('rebatch: ')}"))
+        return lines, troubles, has_gpu
+    return [*lines, f"install()     {source}"], troubles, has_gpu
 
 
 def report() -> tuple[str, bool]:

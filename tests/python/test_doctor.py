@@ -46,3 +46,14 @@ def test_without_a_compiler_it_says_what_install_lacks(tmp_path):
 def test_variables_of_pytorchs_allocator_are_shown():
     lines, _ = doctor(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert "allocator     PYTORCH_NO_CUDA_MEMORY_CACHING=1" in lines
+
+
+def test_it_says_why_pytorch_sees_no_gpu():
+    old = (
+        "import torch\n"
+        "def init(): raise RuntimeError('The NVIDIA driver on your system is too old.\\nMore.')\n"
+        "torch.cuda.init = init\n"
+    )
+    lines, status = doctor(f"exec({old!r})")
+    assert "not here      PyTorch: The NVIDIA driver on your system is too old." in lines
+    assert status == 1

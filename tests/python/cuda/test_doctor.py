@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import load_standin
+from conftest import ALLOC_CONF, load_standin
 
 LONG = "NVIDIA RTX PRO 6000 Blackwell Server Edition"  # a device's name in C is cut
 
@@ -22,6 +22,14 @@ def test_a_gpu_is_described():
     said = doctor()
     assert "sees a GPU" in said and "cuda:0 " in said and "virtual memory " in said
     assert "no GPU can be used" not in said
+
+
+def test_the_allocator_in_use_is_named_and_install_needs_the_native_one():
+    trouble = "not here      install(): PyTorch uses cudaMallocAsync, not its native allocator\n"
+    said = doctor()
+    assert "\nallocator     native\n" in said and trouble not in said
+    said = doctor(**{ALLOC_CONF: "backend:cudaMallocAsync"})
+    assert "\nallocator     cudaMallocAsync\n" in said and trouble in said
 
 
 @pytest.mark.skipif(load_standin() is None, reason="a real GPU is of one kind")
