@@ -43,6 +43,16 @@ def test_without_a_compiler_it_says_what_install_lacks(tmp_path):
     )
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs PyTorch's CUDA build")
+def test_without_cudas_headers_it_says_what_install_lacks(tmp_path):
+    lines, _ = doctor(
+        "from rebatch.torch.allocator import front_library",
+        "front_library.cuda_folders = list",
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert any(line.startswith("not here      install(): the headers of CUDA ") for line in lines)
+
+
 def test_variables_of_pytorchs_allocator_are_shown():
     lines, _ = doctor(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert "allocator     PYTORCH_NO_CUDA_MEMORY_CACHING=1" in lines

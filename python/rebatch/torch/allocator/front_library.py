@@ -114,6 +114,12 @@ def cached(wanted: Torch) -> pathlib.Path:
     return cache_folder() / name
 
 
+def _compile_command(wanted: Torch, target: str) -> list[str]:
+    """What compiles front.cpp. Raises FrontError where a compiler or headers are missing."""
+    includes = [rebatch_include(), *front_build.cuda_includes(wanted, cuda_folders())]
+    return front_build.command_line(wanted, includes, target)
+
+
 def compile_to(target: pathlib.Path, wanted: Torch) -> None:
     """Compile front.cpp to `target`. Several processes may do so at once. Raises FrontError."""
     try:
@@ -126,8 +132,7 @@ def compile_to(target: pathlib.Path, wanted: Torch) -> None:
         ) from None
     os.close(handle)
     try:
-        includes = [rebatch_include(), *front_build.cuda_includes(wanted, cuda_folders())]
-        command = front_build.command_line(wanted, includes, temporary)
+        command = _compile_command(wanted, temporary)
         front_build.compile_front(wanted, command, target.with_suffix(".log"))
         os.chmod(temporary, 0o755)
         os.replace(temporary, target)
@@ -190,7 +195,7 @@ def source_of(wanted: Torch) -> str:
         return f"from the package, for PyTorch {wanted.version}"
     if cached(wanted).exists():
         return f"compiled before, {cached(wanted)}"
-    return f"compiled at the first install() by {front_build.compiler()[0]}"
+    return f"compiled at the first install() by {_compile_command(wanted, '')[0]}"
 
 
 @functools.lru_cache(maxsize=None)
