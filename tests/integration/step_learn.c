@@ -422,7 +422,8 @@ Test(step_learn, by_cost_an_attempt_that_is_not_admitted_ends_it)
     }
 }
 
-/* A micro-batch of 30 samples or more does not fit, unlike what a line through smaller ones says. */
+/* A micro-batch of 30 samples or more does not fit, unlike what a line through smaller ones
+ * says. */
 INSIDE(fail_when_large)
 {
     void *more = NULL;
