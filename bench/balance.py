@@ -1,5 +1,6 @@
 """Long answers over ranks that wait for each other in each micro-batch: a fixed count of padded
-samples, and rebatch.balance() of packed ones, with as many tokens in a micro-batch. Counted: time
+samples, packed samples in their order up to a budget of tokens, and rebatch.balance() of packed
+ones, with as many tokens in a micro-batch. Counted: time
 is the tokens of the rank that has the most in each micro-batch. Prints one JSON object a way.
 
     python3 bench/balance.py
@@ -32,13 +33,29 @@ def fixed(lengths):
     ]
 
 
+def greedy(lengths):
+    """Each rank packs its samples in their order while they stay within the budget. All ranks run
+    as many micro-batches as the one that has the most."""
+    share = SAMPLES // RANKS
+    shares = []
+    for first in range(0, SAMPLES, share):
+        parts = [0]
+        for length in lengths[first : first + share]:
+            if parts[-1] + length > BUDGET:
+                parts.append(0)
+            parts[-1] += length
+        shares.append(parts)
+    most = max(map(len, shares))
+    return [parts + [0] * (most - len(parts)) for parts in shares]
+
+
 def balanced(lengths):
     shares = rebatch.balance(lengths, RANKS, BUDGET)
     return [[sum(lengths[i] for i in part) for part in parts] for parts in shares]
 
 
 def main():
-    for way in (fixed, balanced):
+    for way in (fixed, greedy, balanced):
         real = ran = waited = places = seconds = 0
         for step in range(STEPS):
             lengths = lengths_of(step)
