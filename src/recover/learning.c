@@ -103,6 +103,13 @@ static size_t largest_found(const rebatch *rb)
     return tuner->user ? tuner->largest(tuner->user) : 0;
 }
 
+/* Whether a micro-batch has run and its meter has measured nothing. */
+static bool is_blind(const rebatch *rb)
+{
+    return rb->run.by_cost ? rbi_meter_is_set(rb) && rb->run.report.learned && !has_run(rb)
+                           : rbi_learn_by_meter_is_blind(rb);
+}
+
 void rbi_learn_choose(rebatch *rb, size_t left)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
@@ -116,8 +123,8 @@ void rbi_learn_choose(rebatch *rb, size_t left)
         learning->chosen = rbi_micro_size(rb, rb->run.batch);
         return;
     }
-    if (rbi_learn_by_meter_is_blind(rb)) { /* as without learning, whose first size is the batch */
-        set_size(rb, rbi_micro_upper(rb, rb->run.batch));
+    if (is_blind(rb)) { /* as without learning, whose first size is the batch */
+        set_size(rb, rb->run.by_cost ? SIZE_MAX : rbi_micro_upper(rb, rb->run.batch));
         rbi_learn_stop(rb);
         return;
     }

@@ -277,6 +277,25 @@ Test(step_meter, the_micro_batch_grows_when_there_is_room)
     cr_expect_eq(report.micro, 32);
 }
 
+static uint64_t two_a_sample(size_t first, size_t count, void *user)
+{
+    (void)first;
+    (void)user;
+    return 2 * count;
+}
+
+Test(step_meter, by_cost_what_is_not_measured_is_not_learned)
+{
+    OPEN(program, p, PROGRAM(.capacity = MIB(100), .is_blind = true), true);
+    rebatch_step_ops by_cost = ops;
+    rebatch_step_report report;
+    by_cost.cost = two_a_sample;
+    OK(rebatch_step(p.rb, &by_cost, 64, &p, &report));
+    cr_expect_eq(report.microbatches, 2);
+    OK(rebatch_step(p.rb, &by_cost, 64, &p, &report));
+    cr_expect(report.microbatches == 1 && report.cost_after == 0);
+}
+
 Test(step_meter, what_is_not_measured_is_not_learned)
 {
     OPEN(program, p, PROGRAM(.capacity = MIB(40), .is_blind = true), false);

@@ -134,6 +134,28 @@ def test_variable_length():
     assert same(losses(plain), losses(cut))
 
 
+def test_token_budget():
+    plain, said = run("token_budget.py", "--steps", "3")
+    assert all(line.endswith("OOMs: 0, budget: all at once") for line in plain) and said == []
+    cut, said = run("token_budget.py", "--steps", "3", "--oom-above", "4000")
+    budgets = [re.search(r"budget: ([0-9,]+) padded tokens", line)[1] for line in cut]
+    assert len(set(budgets)) == 1 and 2000 <= int(budgets[0].replace(",", "")) <= 4000
+    assert all("OOMs: 0" in line for line in cut[1:])
+    values = [[float(re.search(r"loss ([-+.0-9]+)", line)[1]) for line in r] for r in (plain, cut)]
+    assert values[0] == pytest.approx(values[1], abs=2e-3)
+
+
+def test_sft_of_trl():
+    pytest.importorskip("trl")
+    plain, _ = run("sft_trl.py")
+    cut, said = run("sft_trl.py", "--oom-above", "1000")
+    assert plain[-1].startswith("step 3: 1 x 32 samples") and "out of memory" in "".join(said)
+    budget = int(re.search(r"budget ([0-9,]+) padded tokens", cut[-1])[1].replace(",", ""))
+    assert 0 < budget <= 1000 and same(losses(plain[:-1]), losses(cut[:-1])), (
+        EXAMPLES / "sft_trl.py"
+    )
+
+
 def test_evaluate():
     plain, said = run("evaluate.py", "--steps", "20", "--samples", "1000")
     assert all(line.endswith("1,000 samples in 1 call of at most 1,000") for line in plain[1:])
