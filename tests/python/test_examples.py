@@ -151,9 +151,7 @@ def test_sft_of_trl():
     cut, said = run("sft_trl.py", "--oom-above", "1000")
     assert plain[-1].startswith("step 3: 1 x 32 samples") and "out of memory" in "".join(said)
     budget = int(re.search(r"budget ([0-9,]+) padded tokens", cut[-1])[1].replace(",", ""))
-    assert 0 < budget <= 1000 and same(losses(plain[:-1]), losses(cut[:-1])), (
-        EXAMPLES / "sft_trl.py"
-    )
+    assert 0 < budget <= 1000 and same(losses(plain[:-1]), losses(cut[:-1]))
 
 
 def test_evaluate():
