@@ -17,6 +17,7 @@
 #define RBI_FIRST(name) __asm__(".symver " #name "," #name "@" RBI_GLIBC);
 
 /* Moved to libc.so in 2.32 and 2.34. */
+RBI_FIRST(dlclose)
 RBI_FIRST(dlopen)
 RBI_FIRST(dlsym)
 RBI_FIRST(pthread_create)
