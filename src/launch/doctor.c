@@ -22,7 +22,6 @@ struct doctor {
     struct rbi_text text;
     struct rbi_text troubles; /* lines */
     char trouble_lines[4096];
-    bool is_wsl;
     unsigned gpus; /* that can be opened */
 };
 
@@ -40,16 +39,16 @@ static void add_system(struct doctor *d)
 {
     struct utsname system = {.sysname = "?"};
     (void)uname(&system);
-    d->is_wsl = strstr(system.release, "icrosoft") != NULL;
+    const bool is_wsl = strstr(system.release, "icrosoft") != NULL;
     rbi_text_add(&d->text, "system        %s %s, %s, glibc %s%s\n", system.sysname, system.release,
-                 system.machine, gnu_get_libc_version(), d->is_wsl ? ", WSL" : "");
+                 system.machine, gnu_get_libc_version(), is_wsl ? ", WSL" : "");
     const long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
     rbi_text_add(&d->text, "host memory   ");
     rbi_text_add_bytes(&d->text, pages > 0 ? (uint64_t)pages * (uint64_t)page_bytes : 0);
     rbi_text_add(&d->text, ", of which ");
     rbi_text_add_bytes(&d->text, rbi_host_free_bytes());
     rbi_text_add(&d->text, " available\n");
-    if (d->is_wsl)
+    if (is_wsl)
         add_trouble(d, "WSL pins little host memory: overflow and offload to it may fail");
 }
 
@@ -178,7 +177,10 @@ static void add_gpus(struct doctor *d)
 {
     const struct rbi_cuda_driver *driver;
     int count = 0;
-    if (rbi_cuda_driver_load(&driver) || driver->device_get_count(&count))
+    rebatch_status status = rbi_cuda_driver_load(&driver);
+    if (!status)
+        status = rebatch_from_cuda(NULL, driver->device_get_count(&count));
+    if (status)
         rbi_text_add(&d->text, "GPU           %s\n", rebatch_last_error());
     else if (count == 0)
         rbi_text_add(&d->text, "GPU           the driver sees none\n");
