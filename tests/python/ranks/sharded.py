@@ -249,6 +249,27 @@ def _train(fails_at, is_failing, is_low, replicas):
     return whole(model), error, mode
 
 
+def behind():
+    """Whether a training whose GPU is a step behind the host has the bits of one that waits for it.
+    torch.empty() writes, since pair asks for deterministic algorithms."""
+    states, batch = [], own_batch()  # to copy it in each step would wait
+    for is_behind in (False, True):
+        model = sharded(plain())
+
+        def late(model, samples, is_behind=is_behind):
+            if is_behind:
+                torch.cuda._sleep(200_000_000)  # a tenth of a second
+            return loss_fn(model, samples)
+
+        step = step_of(model, adam(model), late, clip=0.5)
+        for _ in range(4):
+            step(batch)
+            if not is_behind:
+                torch.cuda.synchronize()
+        states.append(whole(model))
+    return same_bits(*states)
+
+
 def ooms_everywhere(is_on_all, is_low, stride, replicas=0):
     """An OOM at each operation of the second of three steps."""
     return swept(

@@ -19,6 +19,10 @@ def test_a_small_and_a_large_gpu_have_the_gradient_of_one():
     assert found[0]["ooms"] > 0, found
 
 
+def test_a_gpu_that_is_behind_the_host_changes_no_bit():
+    assert pair.run("sharded", "behind") == [True, True]
+
+
 @pytest.mark.parametrize("is_on_host", (False, True))
 def test_an_update_with_half_a_sum_is_told(is_on_host):
     """Rank 1 dies when all have voted for the update, and NCCL has not had its gradients yet."""

@@ -122,6 +122,9 @@ class Reduction:
     def rehearse(self) -> None:
         """Allocate and free what the reduction needs. May run out of memory; no collective."""
         held = []
+        # The stream's memory may be that of gradients which an update still reads, and new memory
+        # is written with torch.use_deterministic_algorithms().
+        self._stream.wait_stream(self._handle.current_stream())
         for piece in self._waiting:
             with self._handle.stream(self._stream):
                 held.append(piece.empty(piece.row))
