@@ -458,6 +458,22 @@ def test_groups_of_the_program_without_ranks_are_told(program):
     assert "several ranks: expected --ranks N and the program itself" in done.stderr
 
 
+FOUR_GPUS = """
+int nvmlInit(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 4; return 0; }
+"""
+
+
+@on_standin
+def test_gpus_of_the_machine_do_not_count(program, tmp_path):
+    library = tmp_path / "libnvidia-ml.so.1"  # by which PyTorch counts GPUs
+    command = ["cc", "-shared", "-x", "c", "-o", library, "-"]
+    subprocess.run(command, input=FOUR_GPUS, text=True, check=True)
+    source = program("import torch\nprint('GPUs:', torch.cuda.device_count())\n")
+    done = fit("--gpu", "l4", "--", sys.executable, source, LD_LIBRARY_PATH=str(tmp_path))
+    assert "GPUs: 1\n" in done.stderr, done.stderr
+
+
 @on_standin
 def test_nothing_fits(program):
     done = fit("--gpu", "l4", "--memory", "400MiB", "--", sys.executable,

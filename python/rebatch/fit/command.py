@@ -158,6 +158,8 @@ def _environment(card: cards.Card, memory: list[int], preloaded: str, cuda: str)
         "STANDIN_LIMIT": str(max(memory)),
         "STANDIN_FILL_MOST": str(_FILL_MOST),
         "STANDIN_GPUS": "1",
+        # PyTorch counts GPUs by NVML, which sees those of the machine.
+        "CUDA_VISIBLE_DEVICES": "0",
     }
 
 
