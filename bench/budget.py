@@ -1,0 +1,130 @@
+"""Updates by answers of all lengths (examples/python/token_budget.py) with GPT-2 124M in bf16, in a
+limited memory: a fixed count of answers at a time, in their order, as many as fit if all are as
+long as the longest allowed; and in a Step by `cost` and `learn`, sorted by length. Prints one JSON
+object a way.
+
+    python3 bench/budget.py --limit 8GiB
+
+Needs a GPU and the package rebatch; docs/benchmarks.md has the results."""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+
+import torch
+
+import rebatch.torch as rebatch
+from pytorch import Gpt
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples/python"))
+from token_budget import LONGEST, Answers, Loss, padded_tokens, part_of, sampled
+
+ANSWERS, SETTLED = 256, 3
+
+
+class Counted(Loss):
+    """Of the tokens that a model computes."""
+
+    padded = 0
+
+    def __call__(self, model, part):
+        self.padded += part.tokens.numel()
+        with torch.autocast(part.tokens.device.type, torch.bfloat16):
+            return super().__call__(model, part)
+
+
+def in_any_order(answers, step):
+    order = torch.randperm(len(answers.lengths), generator=torch.Generator().manual_seed(step))
+    rows = order.to(answers.tokens.device)
+    lengths = [answers.lengths[i] for i in order.tolist()]
+    return Answers(answers.tokens[rows], lengths, answers.advantages[rows], answers.old[rows])
+
+
+def normalizer(answers):
+    return sum(answers.lengths) - len(answers.lengths)
+
+
+def by_count(model, optimizer, loss_fn, count):
+    def update(answers):
+        total = normalizer(answers)
+        for first in range(0, len(answers.lengths), count):
+            part = part_of(answers, first, min(count, len(answers.lengths) - first))
+            (loss_fn(model, part) / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def all_long(count, device):
+    return Answers(
+        torch.ones(count, LONGEST, dtype=torch.long, device=device),
+        [LONGEST] * count,
+        torch.ones(count, device=device),
+        torch.zeros(count, LONGEST - 1, device=device),
+    )
+
+
+def with_largest_count(model, optimizer, loss_fn, batches):
+    """What is measured with as many answers at a time as run, also if all are as long as the
+    longest allowed: found by hand, an OOM for each try."""
+    count, device = ANSWERS, batches[0].tokens.device
+    while count:
+        update = by_count(model, optimizer, loss_fn, count)
+        try:
+            update(all_long(count, device))
+            return measured("fixed count", update, loss_fn, batches, count=count)
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+        count -= max(1, count // 16)
+    raise SystemExit("budget: one answer does not fit")
+
+
+def measured(name, update, loss_fn, batches, **others):
+    for answers in batches[:SETTLED]:
+        update(answers)
+    torch.cuda.synchronize()
+    loss_fn.padded, real, began = 0, 0, time.perf_counter()
+    for answers in batches[SETTLED:]:
+        update(answers)
+        real += sum(answers.lengths)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    padding = round(1 - real / loss_fn.padded, 3)
+    found = {"way": name, "tokens/s": round(real / seconds), "padding": padding, **others}
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Tokens a second with a budget and without.")
+    parser.add_argument("--limit", default="8GiB")
+    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--width", type=int, default=768)
+    given = parser.parse_args()
+    rebatch.install(limit=given.limit)
+    torch.manual_seed(0)
+    device, loss_fn = torch.device("cuda"), Counted(0)
+    model = Gpt(given.width, 12, LONGEST, 512).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
+    batches = [sampled(ANSWERS, device) for _ in range(SETTLED + given.updates)]
+    mixed = [in_any_order(answers, step) for step, answers in enumerate(batches)]
+    print(json.dumps(with_largest_count(model, optimizer, loss_fn, mixed)), flush=True)
+    step = rebatch.Step(
+        model,
+        optimizer,
+        loss_fn,
+        normalizer=normalizer,
+        cost=padded_tokens,
+        slice=part_of,
+        length=lambda answers: len(answers.lengths),
+        learn=True,
+        log_level="quiet",
+    )
+    found = measured("cost, learn", step, loss_fn, batches)
+    print(json.dumps({**found, "budget": step.report.budget, "ooms": step.report.ooms}))
+
+
+if __name__ == "__main__":
+    main()
