@@ -1,15 +1,14 @@
-"""What `rebatch fit --ranks` answers, beside two ranks on GPUs.
+"""What `rebatch fit --ranks` answers, beside ranks that exchange what they compute.
 
-    rebatch fit --gpu h100 --memory 4GiB,8GiB --ranks 2 -- python3 bench/fit_ranks.py gpt2 ddp
-    torchrun --nproc-per-node 2 bench/fit_ranks.py gpt2 ddp --gib 4 --sizes 10,11,12
+    rebatch fit --json --gpu h100 --memory 4GiB --ranks 2 -- python3 bench/fit_ranks.py gpt2 ddp
+    torchrun --nproc-per-node 2 bench/fit_ranks.py gpt2 ddp --room 3487563776 --sizes 10,11
 
 Trains a model of fit_models.py in a Step, with DistributedDataParallel ("ddp") or fully_shard()
-("fsdp"). With --sizes each of them is tried for three updates, in ascending order; the allocator
-may have --gib less what the process holds beside it and NCCL. Prints an object for each size:
-`outside` is all that the process holds beside the allocator, of which `nccl` is that of NCCL."""
+("fsdp"). With --sizes each of them is tried for three updates, while the allocator may have --room
+bytes: room_bytes of the answer. Prints an object for each size. Ranks may share a GPU, with
+RANKS_BACKEND=cpu:gloo,cuda:gloo."""
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rebatch.torch as rebatch
 
-GIB = 1 << 30
 STEPS = 3
 LARGEST = 64  # samples of the batch that `rebatch fit` sees
 
@@ -37,40 +35,24 @@ def wrapped(model, kind, device):
 
 
 class Training:
-    def __init__(self, given):
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    def __init__(self, name, kind):
+        count = torch.cuda.device_count()
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count)
         torch.cuda.set_device(self.device)
-        self.free_before = torch.cuda.mem_get_info()[0]
-        torch.cuda.init()
-        torch.zeros(1, device=self.device)
-        without = self.outside()
         dist.init_process_group(os.environ.get("RANKS_BACKEND", "cpu:gloo,cuda:nccl"))
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        self.nccl = self.outside() - without
         torch.manual_seed(0)
-        self.made = MODELS[given.model](str(self.device))
-        model = wrapped(self.made.model, given.kind, self.device)
+        self.made = MODELS[name](str(self.device))
+        self.model = wrapped(self.made.model, kind, self.device)
         group = self.made.optimizer.param_groups[0]
         kept = {name: group[name] for name in ("lr", "fused") if group.get(name) is not None}
-        self.optimizer = type(self.made.optimizer)(model.parameters(), **kept)
-        self.model = model
-
-    def outside(self):
-        torch.cuda.synchronize()
-        return self.free_before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+        self.optimizer = type(self.made.optimizer)(self.model.parameters(), **kept)
 
     def step(self, **options):
-        return rebatch.Step(
-            self.model, self.optimizer, self.made.loss, log_level="quiet", **options
-        )
+        # Where whole parameters do not fit, a window is to fail.
+        options = {"window": True, "log_level": "quiet", **options}
+        return rebatch.Step(self.model, self.optimizer, self.made.loss, **options)
 
-    def limit(self, memory):
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        allowed = max(memory - self.outside() + self.nccl, 0) if memory else total
-        torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0))
-
-    def tried(self, samples, memory):
-        """Whether three updates ran on all ranks."""
+    def forget(self):
         self.optimizer.zero_grad()
         self.optimizer.state.clear()
         gc.collect()
@@ -78,39 +60,42 @@ class Training:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self.limit(memory)
+
+    def tried(self, samples):
+        """Whether three updates run on all ranks, and their peaks."""
+        self.forget()
         step = self.step(micro_start=samples, on_oom="stop", growth=False, admission=False)
-        fits = True
-        with contextlib.suppress(rebatch.Exhausted, rebatch.PeerFailed):
-            fits = False
-            batch = self.made.batch(samples)
+        batch = self.made.batch(samples)
+        try:
             for _ in range(STEPS):
                 step(batch)
             fits = True
+        except (rebatch.Exhausted, rebatch.PeerFailed):
+            fits = False
         return {
             "samples": samples,
             "fits": fits,
-            "reserved": torch.cuda.max_memory_reserved(),
-            "allocated": torch.cuda.max_memory_allocated(),
-            "outside": self.outside(),
-            "nccl": self.nccl,
+            "peak_reserved": torch.cuda.max_memory_reserved(),
+            "peak_allocated": torch.cuda.max_memory_allocated(),
         }
 
 
 def main():
-    parser = argparse.ArgumentParser(description="fit --ranks beside ranks on GPUs")
+    parser = argparse.ArgumentParser(description="fit --ranks beside ranks that train")
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("kind", choices=("ddp", "fsdp"))
-    parser.add_argument("--gib", type=float, default=0, help="memory of each rank")
-    parser.add_argument("--sizes", default="", help="of micro-batches, in ascending order")
+    parser.add_argument("--room", type=int, default=0, help="bytes of the allocator; 0: all")
+    parser.add_argument("--sizes", default="", help="of micro-batches")
     given = parser.parse_args()
-    training = Training(given)
+    training = Training(given.model, given.kind)
     if not given.sizes:
         training.step()(training.made.batch(LARGEST))
         return
-    training.tried(1, 0)  # loads kernels
+    if given.room:
+        total = torch.cuda.get_device_properties(training.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(given.room / total)
     for size in map(int, given.sizes.split(",")):
-        found = training.tried(size, int(given.gib * GIB))
+        found = training.tried(size)
         if not dist.get_rank():
             print(json.dumps({"model": given.model, "kind": given.kind, **found}), flush=True)
     dist.destroy_process_group()
