@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from rebatch import _library
-from rebatch.fit import cards
+from rebatch.fit import cards, table
 from rebatch.fit.search import Line, Sizes, largest_size, line_of
 from rebatch.fit.error import FitError
 from rebatch.fit.standin_library import library, versions_of
@@ -46,7 +47,8 @@ def test_unknown_card_lists_the_nearest():
 def test_every_card_is_found_by_its_names_and_has_memory_beside_its_context():
     for card in cards.CARDS:
         assert cards.find(card.short) is card
-        assert 0 < card.beside.context < card.beside.most < card.memory_bytes // 8
+        beside = card.beside
+        assert 0 < beside.bare < beside.context < beside.most < card.memory_bytes // 8
         assert json.loads(card.cudnn(13000))["deviceVer"] == 100 * card.capability[0] + (
             10 * card.capability[1]
         )
@@ -344,6 +346,34 @@ def test_every_card_has_rows_and_smaller_memory_has_smaller_sizes(program):
     assert [row["gpu"] for row in rows] == ["h100", "h100", "t4", "t4"]
     assert all(row["allocator"] == "rebatch" for row in rows)
     assert rows[0]["micro"] < rows[1]["micro"] and rows[2]["micro"] < rows[3]["micro"]
+
+
+TAGGED = """
+import rebatch.torch as rebatch
+
+
+def tagged(model, samples):
+    inputs, classes = samples
+    with rebatch.tag("body"):
+        hidden = model[:2](inputs.cuda())
+    with rebatch.tag("head"):
+        return F.cross_entropy(model[2](hidden), classes.cuda())
+
+
+step = rebatch.Step(model, optimizer, tagged)
+step(batch(int(sys.argv[1])))
+"""
+
+
+@on_standin
+def test_activations_are_told_by_tag(program):
+    [row] = found("--gpu", "l4", "--memory", "1GiB", "--install", "--", sys.executable,
+                  program(MODEL, TAGGED), "4")  # fmt: skip
+    tags, each = row["tag_bytes"], 32768 * 4  # what the backward pass needs of ReLU
+    assert set(tags) == {"body", "head"}
+    assert tags["body"] == pytest.approx(row["micro"] * each, rel=0.02)
+    assert tags["body"] + tags["head"] <= row["held_bytes"]["activations"]
+    assert re.search(r"activations [\d.]+ GiB \(body [\d.]+ GiB, head ", table.of_rows([row]))
 
 
 # As transformers does: a mask that takes memory, unless what is on the GPU makes it needless.

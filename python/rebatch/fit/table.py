@@ -44,6 +44,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
         "outside_bytes": outside,
         "room_bytes": found["room"],
         "held_bytes": held,
+        "tag_bytes": best.get("tags", {}) if best else {},
         "next": after["samples"] if after else 0,
         "next_needs_bytes": after["reserved"] + outside if after else 0,
         "tries": found["tries"],
@@ -84,9 +85,19 @@ def of_rows(rows: Sequence[dict[str, Any]]) -> str:
         )
     for row in rows:
         if row["held_bytes"]:
-            parts = ", ".join(f"{name} {_part(size)}" for name, size in row["held_bytes"].items())
-            lines.append(f"{row['gpu']}, {row['micro']} samples: {parts}")
+            held = row["held_bytes"].items()
+            parts = [_parts({name: size}) + _tags(row, name) for name, size in held]
+            lines.append(f"{row['gpu']}, {row['micro']} samples: {', '.join(parts)}")
     return "\n".join([*lines, *_remarks(rows)])
+
+
+def _parts(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {_part(size)}" for name, size in sizes.items())
+
+
+def _tags(row: dict[str, Any], name: str) -> str:
+    """Of the activations, those within rebatch.tag()."""
+    return f" ({_parts(row['tag_bytes'])})" if name == "activations" and row["tag_bytes"] else ""
 
 
 def _one_more(row: dict[str, Any]) -> str:

@@ -64,6 +64,7 @@ class Tried:
     reserved: int = 0  # held by it
     libraries: int = 0  # that were used: bits
     held: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak, by what holds it
+    tags: dict[str, int] = dataclasses.field(default_factory=dict)  # and of activations, by tag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ class _Attempt:
         from rebatch.torch.session.oom import is_oom
 
         peak, device = 0, self._training.program.device
-        ooms = _ooms(device)
+        ooms, tagged = _ooms(device), _tagged(device)
         try:
             for _ in range(_UPDATES):
                 self._training._run(self._batch)
@@ -147,6 +148,7 @@ class _Attempt:
             reserved=library.standin_peak(device.index or 0, False),
             libraries=library.standin_libraries(),
             held=self._held(device),
+            tags=_grown(tagged, _tagged(device)),
         )
 
     def _update(self) -> None:
@@ -190,6 +192,32 @@ def _ooms(device: torch.device) -> int:
 
     native = int(torch.cuda.memory_stats(device)["num_ooms"])
     return native + (stats(device)["ooms"] if _is_installed() else 0)
+
+
+def _tagged(device: torch.device) -> dict[str, Any]:
+    """The memory of each tag, by its name: a TagUsage."""
+    from rebatch import _library
+    from rebatch.torch.allocator.install import pool
+
+    found: dict[str, Any] = {}
+    while _is_installed():
+        usage = _library.TagUsage()
+        number = len(found) + 1  # 0 is what has no tag
+        if _library.lib.rebatch_pool_get_tag_usage(ctypes.byref(usage), pool(device), number):
+            break
+        found[usage.name.decode()] = usage
+    return found
+
+
+def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
+    """By tag, bytes at the peak that there were not before. An optimizer's state, which a Step
+    tags, is told by itself."""
+    grown = {
+        name: usage.at_peak_bytes - (before[name].live_bytes if name in before else 0)
+        for name, usage in now.items()
+        if name != "optimizer"
+    }
+    return {name: size for name, size in grown.items() if size > 0}
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
