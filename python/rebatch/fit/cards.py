@@ -1,9 +1,9 @@
 """The cards that are known by name: their memory, and what decides which kernels and workspaces
 PyTorch uses on them. Must not know PyTorch.
 
-The H100 was measured. Of the others the memory is what PyTorch says that they have, from public
-reports, and what a process takes beside PyTorch's allocator is estimated: of the H200, which has
-the same processors, as that of the H100."""
+The H100 and the H200, which has the same processors, were measured. Of the others the memory is
+what PyTorch says that they have, from public reports, and what a process takes beside its allocator
+is estimated."""
 
 import dataclasses
 import difflib
@@ -29,26 +29,28 @@ _OF_CAPABILITY = {
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What a process takes of the card beside PyTorch's allocator, in bytes, as far as it uses
-    them: the context, with its local memory for each thread that can run at once, and PyTorch's
-    kernels; cuBLAS; and the larger kernels of half precision and of cuDNN."""
+    """What a process takes of the card beside its allocator, in bytes, as far as it uses them: the
+    context with PyTorch's kernels, and their local memory for each thread that can run at once;
+    cuBLAS; the larger kernels of half precision and of cuDNN. And the context alone."""
 
     context: int
     cublas: int
     kernels: int
+    bare: int
 
     @property
     def most(self) -> int:
-        """All of them."""
+        """All of them, with PyTorch."""
         return self.context + self.cublas + self.kernels
 
 
 # An H100 with CUDA 13 and PyTorch 2.11: 16 trainings took this to within 16 MiB.
-_HOPPER = Beside(619 * _MIB, 130 * _MIB, 20 * _MIB)
+_HOPPER = Beside(619 * _MIB, 130 * _MIB, 20 * _MIB, 527 * _MIB)
 
 
 def _estimated(processors: int) -> Beside:
-    return Beside(160 * _MIB + processors * 7 * _MIB // 2, _HOPPER.cublas, _HOPPER.kernels)
+    context, bare = (160 * _MIB + processors * each * _MIB // 10 for each in (35, 28))
+    return Beside(context, _HOPPER.cublas, _HOPPER.kernels, bare)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +159,11 @@ CARDS = [
         beside=_HOPPER,
         is_measured=True,
     ),
-    _card("NVIDIA H200", "h200", 139.80, (9, 0), 132, 60, 6144, (1980, 3201), _HOPPER),
+    _card(
+        *("NVIDIA H200", "h200", 139.80, (9, 0), 132, 60, 6144, (1980, 3201)),
+        beside=_HOPPER,
+        is_measured=True,
+    ),
     _card("NVIDIA H100 PCIe", "h100-pcie", 79.18, (9, 0), 114, 50, 5120, (1755, 1593)),
     _card("NVIDIA H100 NVL", "h100-nvl", 93.10, (9, 0), 132, 50, 6144, (1785, 2619)),
     _card("NVIDIA B200", "b200", 178.35, (10, 0), 148, 126, 8192, (1965, 3996)),

@@ -222,7 +222,7 @@ def _fit_compiled(given: Given, path: str) -> dict[str, Any]:
         environment = _environment(card, memory, preloaded, _CUDA)
         outside = compiled.outside(card.beside, names)
         answer = compiled.run(given.program, environment, outside, memory)
-        # What a process takes was measured of PyTorch.
+        # What a process takes beside its pool was measured of one program.
         rows += table.rows_of(dataclasses.replace(card, is_measured=False), memory, answer)
     return {"rows": rows}
 
