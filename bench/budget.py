@@ -1,4 +1,4 @@
-"""Updates by answers of all lengths (examples/python/token_budget.py) with GPT-2 124M in bf16, in a
+"""Updates by answers of all lengths (examples/python/token_budget.py) with a GPT of 86M in bf16, in
 limited memory: a fixed count of answers at a time, in their order, as many as fit if all are as
 long as the longest allowed; and in a Step by `cost` and `learn`, sorted by length. Prints one JSON
 object a way.
@@ -24,13 +24,17 @@ from token_budget import LONGEST, Answers, Loss, padded_tokens, part_of, sampled
 ANSWERS, SETTLED = 256, 3
 
 
-class Counted(Loss):
-    """Of the tokens that a model computes."""
+padded = []  # how many tokens each micro-batch had
 
-    padded = 0
 
+def counted_part(answers, first, count):
+    part = part_of(answers, first, count)
+    padded.append(part.tokens.numel())
+    return part
+
+
+class LossInBfloat16(Loss):
     def __call__(self, model, part):
-        self.padded += part.tokens.numel()
         with torch.autocast(part.tokens.device.type, torch.bfloat16):
             return super().__call__(model, part)
 
@@ -50,7 +54,7 @@ def by_count(model, optimizer, loss_fn, count):
     def update(answers):
         total = normalizer(answers)
         for first in range(0, len(answers.lengths), count):
-            part = part_of(answers, first, min(count, len(answers.lengths) - first))
+            part = counted_part(answers, first, min(count, len(answers.lengths) - first))
             (loss_fn(model, part) / total).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -75,26 +79,26 @@ def with_largest_count(model, optimizer, loss_fn, batches):
         update = by_count(model, optimizer, loss_fn, count)
         try:
             update(all_long(count, device))
-            return measured("fixed count", update, loss_fn, batches, count=count)
+            return measured("fixed count", update, batches, count=count)
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
         count -= max(1, count // 16)
     raise SystemExit("budget: one answer does not fit")
 
 
-def measured(name, update, loss_fn, batches, **others):
+def measured(name, update, batches, **others):
     for answers in batches[:SETTLED]:
         update(answers)
     torch.cuda.synchronize()
-    loss_fn.padded, real, began = 0, 0, time.perf_counter()
+    padded.clear()
+    real, began = 0, time.perf_counter()
     for answers in batches[SETTLED:]:
         update(answers)
         real += sum(answers.lengths)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    padding = round(1 - real / loss_fn.padded, 3)
-    found = {"way": name, "tokens/s": round(real / seconds), "padding": padding, **others}
-    return found
+    padding = round(1 - real / sum(padded), 3)
+    return {"way": name, "tokens/s": round(real / seconds), "padding": padding, **others}
 
 
 def main():
@@ -105,7 +109,7 @@ def main():
     given = parser.parse_args()
     rebatch.install(limit=given.limit)
     torch.manual_seed(0)
-    device, loss_fn = torch.device("cuda"), Counted(0)
+    device, loss_fn = torch.device("cuda"), LossInBfloat16(0)
     model = Gpt(given.width, 12, LONGEST, 512).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
     batches = [sampled(ANSWERS, device) for _ in range(SETTLED + given.updates)]
@@ -117,12 +121,12 @@ def main():
         loss_fn,
         normalizer=normalizer,
         cost=padded_tokens,
-        slice=part_of,
+        slice=counted_part,
         length=lambda answers: len(answers.lengths),
         learn=True,
         log_level="quiet",
     )
-    found = measured("cost, learn", step, loss_fn, batches)
+    found = measured("cost, learn", step, batches)
     print(json.dumps({**found, "budget": step.report.budget, "ooms": step.report.ooms}))
 
 

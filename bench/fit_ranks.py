@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rebatch.torch as rebatch
 
 STEPS = 3
-LARGEST = 64  # samples of the batch that `rebatch fit` sees
+LARGEST = 64  # samples of a batch
 
 
 def wrapped(model, kind, device):
@@ -62,14 +62,15 @@ class Training:
         torch.cuda.reset_peak_memory_stats()
 
     def tried(self, samples):
-        """Whether three updates run on all ranks, and their peaks."""
+        """Whether three updates run on all ranks without an OOM, and their peaks."""
         self.forget()
-        step = self.step(micro_start=samples, on_oom="stop", growth=False, admission=False)
-        batch = self.made.batch(samples)
+        kept = {"on_oom": "stop", "growth": False, "admission": False}
+        step = self.step(micro_start=samples, micro_largest=samples, **kept)
+        batch, fits = self.made.batch(LARGEST), True
         try:
             for _ in range(STEPS):
                 step(batch)
-            fits = True
+                fits = fits and not step.report.ooms
         except (rebatch.Exhausted, rebatch.PeerFailed):
             fits = False
         return {
