@@ -268,6 +268,37 @@ def ooms_at_changes(is_on_all, failing_step, stride, replicas=0):
     )
 
 
+def changed_in_place(is_local):
+    """Where loss_fn scales the sharded parameters: the names of errors and whether an OOM of rank 1
+    changes a bit, for a Step that was not told of them and one that has them as its state."""
+    return [_changed_in_place(is_local, is_told) for is_told in (False, True)]
+
+
+def _changed_in_place(is_local, is_told):
+    states, errors, counts = [], [], []
+    for fails_at in (0, 6):
+        model, calls = sharded(plain()), []
+
+        def scaling(model, samples, calls=calls, fails_at=fails_at):
+            with torch.no_grad():
+                for p in model.parameters():
+                    (p.to_local() if is_local else p).mul_(0.9)
+            calls.append(1)
+            if len(calls) == fails_at and dist.get_rank() == RANK_OF_FAILURES:
+                out_of_memory_at_once()
+            return loss_fn(model, samples)
+
+        options = {"state": list(model.parameters())} if is_told else {}
+        step = make_step(model, scaling, **of_size(4), lighten=[lambda on: None], **options)
+        found = [error_of(lambda: step(own_batch()))[0] for _ in range(1 - is_told)]
+        for _ in range(4):
+            step(own_batch())
+        states.append(whole(model))
+        errors.append(found)
+        counts.append(len(calls))
+    return {"errors": errors, "same": same_bits(*states), "has_repeated": counts[0] < counts[1]}
+
+
 def sums_on_the_host():
     """From the second step on rank 1 has memory for no sample in lockstep, until sums are in host
     memory: the bits of a training that has room, and what was warned of."""

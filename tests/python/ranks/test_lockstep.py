@@ -129,6 +129,15 @@ def test_what_fits_no_sample_in_lockstep_sums_gradients_in_host_memory():
         assert "gradients are summed in host memory" in found["said"][0]
 
 
+@pytest.mark.parametrize("is_local", (False, True))
+def test_sharded_parameters_that_loss_fn_changes_are_named_and_then_put_back(is_local):
+    for untold, told in run("changed_in_place", is_local):
+        assert untold["errors"] == [["NotPutBackError"]] * 2
+        assert told["errors"] == [[], []]
+        assert untold["same"] and untold["has_repeated"]
+        assert told["same"] and told["has_repeated"]
+
+
 @pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
 def test_an_oom_at_every_operation_of_a_change_changes_no_bit(is_on_all, failing_step):
     for its in run("ooms_at_changes", is_on_all, failing_step, 19):

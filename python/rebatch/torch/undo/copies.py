@@ -13,6 +13,12 @@ from rebatch.torch.session.oom import is_oom
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank has of a DTensor; another tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def memory_like(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialized memory for a copy: on the tensor's device, or on the host if that is full."""
     try:
@@ -46,6 +52,7 @@ class Copies:
         # Tensors and their copies, by kind: PyTorch copies a list by few kernels where all of it
         # has one type.
         self._kinds: List[Tuple[List[torch.Tensor], List[torch.Tensor]]] = []
+        self._known: set[int] = set()
 
     def save(self, tensors: Dict[Any, torch.Tensor]) -> None:
         """A dict that was given before has the tensors that it had."""
@@ -59,9 +66,11 @@ class Copies:
 
     def _prepare(self, tensors: Dict[Any, torch.Tensor]) -> None:
         """Make memory for these, and give that of others back."""
-        memory = {k: m for k, m in self._memory.items() if _is_for(m, tensors.get(k))}
+        parts = {key: own_part(tensor) for key, tensor in tensors.items()}
+        memory = {k: m for k, m in self._memory.items() if _is_for(m, parts.get(k))}
         kinds: Dict[Any, Tuple[List[torch.Tensor], List[torch.Tensor]]] = {}
-        for key, tensor in tensors.items():
+        known = set()
+        for key, tensor in parts.items():
             if key not in memory:
                 if not _can_be_written(tensor):
                     continue
@@ -69,7 +78,9 @@ class Copies:
             own, copies = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
             own.append(tensor)
             copies.append(memory[key])
+            known.add(id(tensors[key]))
         self._memory, self._kinds, self._given = memory, list(kinds.values()), tensors
+        self._known = known
 
     def _copy(self, to_tensors: bool) -> None:
         if not self._kinds:
@@ -85,22 +96,24 @@ class Copies:
                     tensor.data = saved.to(tensor.device, copy=True)
         self._copy(to_tensors=True)
 
-    def has(self) -> set[Any]:
-        return {id(tensor) for own, _ in self._kinds for tensor in own}
+    def has(self) -> set[int]:
+        """The ids of the tensors."""
+        return self._known
 
 
 def copies_on_host(
     tensors: Sequence[torch.Tensor], most_bytes: int
 ) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor, copy in host memory) of the smallest of some tensors, each once."""
+    """(tensor, copy of its own_part() in host memory) of the smallest of some, each once."""
     made, left = [], most_bytes
-    each = {id(t): t for t in tensors if _can_be_written(t)}.values()
-    for tensor in sorted(each, key=lambda t: t.nbytes):
-        left -= tensor.nbytes
+    each = {id(t): t for t in tensors if _can_be_written(own_part(t))}.values()
+    for tensor in sorted(each, key=lambda t: own_part(t).nbytes):
+        part = own_part(tensor)
+        left -= part.nbytes
         if left < 0:
             break
         try:
-            made.append((tensor, tensor.detach().to("cpu", copy=True)))
+            made.append((tensor, part.detach().to("cpu", copy=True)))
         except Exception as error:
             if not is_oom(error):
                 raise
@@ -137,7 +150,8 @@ def lazy_sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[torch.Tensor]
     """What the bits of each tensor add up to, as integers on its device. None where that cannot be
     known."""
     try:
-        return [_sum_of(t) if t.layout == torch.strided else None for t in tensors]
+        parts = map(own_part, tensors)
+        return [_sum_of(t) if t.layout == torch.strided else None for t in parts]
     except Exception as error:  # of tensors that are none of PyTorch's own, or out of memory
         if not (is_oom(error) or isinstance(error, (RuntimeError, TypeError, KeyError))):
             raise

@@ -25,6 +25,7 @@ from rebatch.torch.undo.copies import (
     copied,
     copies_on_host,
     lazy_sums_of,
+    own_part,
     read_sums,
     sums_of,
 )
@@ -52,17 +53,15 @@ class NotPutBackError(c.Error):
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What changes with the tensor's contents."""
+    part = own_part(tensor)  # whose version is its own
     try:
-        return tensor._version, tensor.data_ptr()
+        return tensor._version + part._version, part.data_ptr()
     except RuntimeError:  # it has none: one of inference mode, or without memory
         return 0, 0
 
 
 def _marks(tensors: Sequence[torch.Tensor]) -> List[tuple[Any, ...]]:
-    try:
-        return [(t._version, t.data_ptr()) for t in tensors]
-    except RuntimeError:
-        return [_mark(t) for t in tensors]
+    return [_mark(t) for t in tensors]
 
 
 class _Look:
@@ -547,6 +546,7 @@ class Undo:
 
 
 def _put_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    tensor = own_part(tensor)
     if tensor.shape == copy.shape:
         tensor.copy_(copy)
     else:
