@@ -222,9 +222,11 @@ def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
     """What they occupy: storages in blocks of the allocator."""
+    from rebatch.torch.undo.copies import own_part
+
     storages = {}
     for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = own_part(tensor).untyped_storage()
         storages[storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
     return sum(storages.values())
 

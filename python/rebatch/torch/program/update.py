@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from rebatch.torch.program.double_updates import own_step, step_scheduler, warn_of_scheduler
+from rebatch.torch.undo.copies import own_part
 from rebatch.torch.undo.module_tree import unique
 
 # Tensors of a parameter's size that an optimizer of PyTorch keeps from its first step on.
@@ -30,7 +31,7 @@ _KEPT = {
 
 def _parameter_bytes(group: Dict[str, Any]) -> int:
     """On this rank."""
-    parts = [getattr(p, "_local_tensor", p) for p in group["params"]]
+    parts = [own_part(p) for p in group["params"]]
     return sum(-(-p.numel() * p.element_size() // 512) * 512 for p in parts)
 
 

@@ -60,22 +60,18 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
         return 0, 0
 
 
-def _marks(tensors: Sequence[torch.Tensor]) -> List[tuple[Any, ...]]:
-    return [_mark(t) for t in tensors]
-
-
 class _Look:
     """All that there was at one point."""
 
     def __init__(self, held: Held, batch: Sequence[Tuple[str, torch.Tensor]], compares: bool):
         self.held, self.batch = held, batch
         self.tensors = held.tensors + [tensor for _, tensor in batch]
-        self.marks = _marks(self.tensors)
+        self.marks = [_mark(t) for t in self.tensors]
         self.sums = sums_of(self.tensors) if compares else None
 
     def changed(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
         """The tensors that have changed in place, until `later`, or until now."""
-        marks = _marks(self.tensors) if later is None else later._of(later.marks, self.tensors)
+        marks = later._of(later.marks, self.tensors) if later else [None] * len(self.tensors)
         found = [t for t, a, b in zip(self.tensors, self.marks, marks) if a != (b or _mark(t))]
         return unique(found + self.changed_contents(later))
 
