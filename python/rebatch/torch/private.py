@@ -7,6 +7,7 @@ the installed PyTorch lacks one of either, and when another module uses one that
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, Dict, Tuple
 
@@ -29,10 +30,28 @@ from torch import (
 from torch import (
     _foreach_zero_ as foreach_zero_,
 )
-from torch._C import _GLIBCXX_USE_CXX11_ABI as USES_CXX11_ABI
+from torch._C import (
+    _get_cudnn_benchmark as is_cudnn_tuned,
+)
+from torch._C import (
+    _get_cudnn_deterministic as is_cudnn_deterministic,
+)
+from torch._C import (
+    _get_cudnn_enabled as is_cudnn_enabled,
+)
+from torch._C import (
+    _get_deterministic_algorithms as are_deterministic,
+)
+from torch._C import (
+    _get_deterministic_algorithms_warn_only as warns_of_nondeterminism,
+)
+from torch._C import (
+    _GLIBCXX_USE_CXX11_ABI as USES_CXX11_ABI,
+)
 from torch.cuda._utils import _get_device_index as get_device_index
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm as SpectralNormHook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,7 +78,10 @@ __all__ = [
     "SpectralNormHook",
     "TorchDispatchMode",
     "USES_CXX11_ABI",
+    "are_deterministic",
     "chunk_cat",
+    "default_device_context",
+    "empty_parametrizations",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -67,11 +89,30 @@ __all__ = [
     "foreach_zero_",
     "get_default_store",
     "get_device_index",
+    "is_cudnn_deterministic",
+    "is_cudnn_enabled",
+    "is_cudnn_tuned",
+    "parametrize",
     "set_group_timeout",
     "sync_module_states",
     "to_kwargs",
     "tree_map_only",
+    "warns_of_nondeterminism",
 ]
+
+# ---- modes of the process ----
+
+
+# What set_default_device() has set in this thread; None: nothing.
+default_device_context = functools.partial(
+    getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None
+)
+
+
+def empty_parametrizations() -> None:
+    """Forget what parametrize.cached() keeps."""
+    parametrize._cache = {}
+
 
 # ---- torch._C of builds with CUDA: another build lacks these ----
 
@@ -195,6 +236,7 @@ IN_SOME: Dict[str, str] = {
     "_post_backward_pending": "of FSDPParamGroup",
     "_set_unsharded_grad_dtypes": "of FSDPParamGroup",
     "_unsharded_param": "of FSDPParam, once it was gathered",
+    "_cache_enabled": "of torch.nn.utils.parametrize, how many cached() are entered",
     "_saved_other": "of the node of a product, for the message about a scaled loss",
     "_gradient_checkpointing_func": "of transformers' modules, not PyTorch's",
 }

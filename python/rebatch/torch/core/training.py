@@ -223,7 +223,7 @@ class Training:
         if cuts.is_done or filled.microbatches < 2:
             return
         live = session.live_bytes()
-        with self.quiet():
+        with self.quiet(), session.modes.kept():
             cuts.compare(self.running, filled)
         session.collect(live, _COMPARISON_SECONDS)
 
@@ -287,7 +287,12 @@ class Training:
                 "rebatch: the model is one of fully_shard(): expected a check of the model before "
                 "fully_shard(), on one rank"
             )
-        with self.holding(batch), self.program.aside(), self.quiet():
+        with (
+            self.holding(batch) as session,
+            session.modes.kept(),
+            self.program.aside(),
+            self.quiet(),
+        ):
             return check_step(self.running, self._run_as, accepted)
 
     def _run_as(self, program: Program) -> Tuple[float, int]:

@@ -23,6 +23,7 @@ from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.allocator import phases
 from rebatch.torch.session import interrupts
+from rebatch.torch.session.modes import Modes
 from rebatch.torch.session.native_meter import NativeMeter, UnknownMeter
 from rebatch.torch.session.oom import asked_bytes, is_oom, let_go, raised_by_program
 from rebatch.torch.session.weak_methods import weakly
@@ -200,6 +201,7 @@ class Session:
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
         self.saves_attempts = True  # False: nothing that guards save changes in the next callback
+        self.modes = Modes(tuple({"cpu", device.type}))
         self._is_saved = True  # what there was before the callback that runs
         self.meter: Optional[Union[NativeMeter, UnknownMeter]] = None
         if not self.is_pooled:
@@ -260,7 +262,9 @@ class Session:
         return self._run_guard("restore", point) if is_saved else int(c.Status.OK)
 
     def _run_guard(self, action: str, point: int) -> int:
-        status, self._said = c.Status.OK, c.last_error()  # a guard may fail to allocate
+        status = c.Status.OK
+        if action == "restore":
+            self._said = c.last_error()  # a guard may fail to allocate
         for guard in self._guards:  # each gets its try
             try:
                 getattr(guard, action)(point)
@@ -284,11 +288,14 @@ class Session:
     def call(self, function: Callable[..., Any], *arguments: Any) -> int:
         """Call a function of C that runs callbacks: its status."""
         self.error, self._lost, self._said = None, None, ""
-        has_gradients = torch.is_grad_enabled()
+        before, status = self.modes.save(), int(c.Status.E_USER)
         try:
-            return int(interrupts.call(self.keep_error, function, self.rb, *arguments))
-        finally:  # an interrupt may have kept a torch.no_grad() from ending
-            torch.set_grad_enabled(has_gradients)
+            status = int(interrupts.call(self.keep_error, function, self.rb, *arguments))
+            return status
+        finally:
+            if status or self.error:  # an interrupt may have kept a torch.no_grad() from ending
+                self.modes.put_back()
+            self.modes.end(before)
 
     def run(self, body: Callable[..., Any], *arguments: Any) -> int:
         """Run a callback's body: the status for C."""
@@ -301,6 +308,7 @@ class Session:
                 with phases.marked_by_session:
                     body(*arguments)
             except BaseException as error:
+                self.modes.put_back()
                 if isinstance(error, Ended):
                     return int(error.status)
                 if isinstance(error, Lost):
