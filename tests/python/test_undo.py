@@ -14,6 +14,7 @@ import rebatch.torch as rebatch
 import trainings
 from models import Unseen, same_bits
 from rebatch.testing import fail_once
+from rebatch.torch.undo import undo
 from rebatch.torch.undo.generators import is_same_state
 from trainings import TRAININGS, in_little_room, room
 
@@ -874,3 +875,18 @@ def test_states_of_numpys_generator_differ_where_one_word_does(is_legacy):
         assert is_same_state(before, after)
         (after[1] if is_legacy else after["state"]["key"])[300] ^= 1
         assert not is_same_state(before, after)
+
+
+def test_in_a_struck_step_what_changed_nothing_is_looked_at_once(monkeypatch):
+    """Before the step, after each failed attempt, and after each micro-batch that succeeds; sums of
+    contents until the first one has."""
+    looks = []
+    made = undo._Look.__init__
+
+    def counted(look, held, batch, compares):
+        looks.append(compares)
+        made(look, held, batch, compares)
+
+    monkeypatch.setattr(undo._Look, "__init__", counted)
+    train("lora_on_a_frozen_base", ooms_in=(0,), steps=1)
+    assert looks[:5] == [True, True] + [False] * 3

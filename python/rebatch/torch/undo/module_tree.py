@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import operator
 from collections.abc import Mapping
 from typing import (
     Any,
@@ -73,11 +74,12 @@ def entries_of(value: Any) -> Iterator[Tuple[Any, Any]]:
 
 
 def _is_same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    return len(a) == len(b) and all(b.get(key, MISSING) is value for key, value in a.items())
+    """Whether they have the same entries in the same order."""
+    return list(a) == list(b) and all(map(operator.is_, a.values(), b.values()))
 
 
 def _is_same_list(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -245,15 +247,8 @@ class Held:
 
     def changes(self, later: "Held", prefixes: Dict[int, str]) -> Iterator[Place]:
         """Entries of tables and attributes that are others later, or hold others."""
-        mine, after = self._dicts(), later._dicts()
-        names = {id(vars(m)): prefixes.get(id(m), "") for m in (*self.modules, *later.modules)}
-        for i, table in enumerate(self._live):
-            names[id(table)] = prefixes.get(id(self.modules[i // len(MODULE_TABLES)]), "")
-        for key, (live, held) in mine.items():
-            now = after.get(key, (live, {}))[1]
-            for name in {**held, **now}:
-                if held.get(name, MISSING) is not now.get(name, MISSING):
-                    yield Place(f"{names[key]}{name}", live, name)
+        if not self._has_entries_of(later):
+            yield from self._changed_entries(later, prefixes)
         moved = {
             key
             for key, (_, entries) in self._contents.items()
@@ -263,6 +258,25 @@ class Held:
             for place, value in self.values(prefixes):
                 if id(value) in moved:
                     yield Place(place.name, place.table, place.key)
+
+    def _has_entries_of(self, later: "Held") -> bool:
+        are_same = self._live is later._live and self._attributes is later._attributes
+        return (
+            are_same
+            and _is_same_list(self._values, later._values)
+            and all(map(_is_same, self._tables, later._tables))
+        )
+
+    def _changed_entries(self, later: "Held", prefixes: Dict[int, str]) -> Iterator[Place]:
+        mine, after = self._dicts(), later._dicts()
+        names = {id(vars(m)): prefixes.get(id(m), "") for m in (*self.modules, *later.modules)}
+        for i, table in enumerate(self._live):
+            names[id(table)] = prefixes.get(id(self.modules[i // len(MODULE_TABLES)]), "")
+        for key, (live, held) in mine.items():
+            now = after.get(key, (live, {}))[1]
+            for name in {**held, **now}:
+                if held.get(name, MISSING) is not now.get(name, MISSING):
+                    yield Place(f"{names[key]}{name}", live, name)
 
     @property
     def has_large(self) -> bool:

@@ -5,11 +5,13 @@ modules hold, by reference, and of the version of each tensor, which PyTorch inc
 changed in place. What an attempt changed is known from then on: later steps save that alone, with
 the buffers. After a failure Undo looks at everything again while the samples run again: what
 changes then has changed in the attempt that failed too. Contents are compared in the first attempt
-and in such a one, because a change through .data has no version."""
+and in such a one, because a change through .data has no version. A look serves until something
+runs: what is looked at once is not looked at again after an attempt that changed nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import warnings
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
@@ -68,6 +70,12 @@ class _Look:
         self.tensors = held.tensors + [tensor for _, tensor in batch]
         self.marks = [_mark(t) for t in self.tensors]
         self.sums = sums_of(self.tensors) if compares else None
+
+    def without_sums(self) -> "_Look":
+        """The same, for an attempt whose contents are not compared."""
+        look = copy.copy(self)
+        look.sums = None
+        return look
 
     def changed(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
         """The tensors that have changed in place, until `later`, or until now."""
@@ -155,12 +163,16 @@ class _Watch:
 
     def found(self) -> List[torch.Tensor]:
         """Those that were found; it ends."""
-        for handle in self._handles:
-            handle.remove()
+        self.end()
         sums = read_sums(self._sums)
         return unique(
             t for t, now in zip(self._tensors, sums) if _differ(self._before.get(id(t)), now)
         )
+
+    def end(self) -> None:
+        """Nothing is looked at from now on."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
@@ -231,9 +243,12 @@ class Undo:
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
         # What is not known yet.
         self._running: Optional[_Look] = None  # what an attempt began with
+        self._now: Optional[_Look] = None  # what there is, where nothing has run since the look
         self._watch: Optional[_Watch] = None
         self._left = {True: 0, False: 0}  # steps in which everything is looked at, by mode
         self._unknown: Set[bool] = set()  # modes in which no attempt has succeeded
+        self._unwatched: Set[bool] = set()  # modes in which none has that was watched
+        self._has_failed = False  # an attempt of this step
         self._is_suspect = False  # an attempt has failed, and not all was compared
         self._was_seen = True  # that attempt was looked at
         self._told: Set[str] = set()
@@ -243,6 +258,7 @@ class Undo:
     def _know_nothing(self) -> None:
         self._left = dict.fromkeys(self._left, _LOOKS)
         self._unknown = {True, False} if self._copies_first else set()
+        self._unwatched = set(self._unknown)
 
     # ---- a step ----
 
@@ -253,17 +269,17 @@ class Undo:
         self._given, self._batch = batch, []
         if self._known_in_batch:
             self._find_batch()
-        self._is_training = is_training
+        self._is_training, self._has_failed, self._now = is_training, False, None
         self._told.clear()
         self._know_own()
         self._find_copied()
 
     def end(self) -> None:
         """After it: nothing of the step is held."""
-        self._watched()
+        self._end_watch()
         self._left[self._is_training] -= self._left[self._is_training] > 0
         self._given, self._batch, self._running, self._first, self._flags = (), [], None, [], None
-        self._is_fresh = False
+        self._is_fresh, self._now = False, None
         if self._known_in_batch:
             self._copied = {}
             for copies in self._memory.values():
@@ -348,6 +364,8 @@ class Undo:
 
     def save(self, point: int) -> None:
         self._looks.pop(point, None)
+        if point == GuardPoint.STEP:
+            self._now = None
         is_fresh, self._is_fresh = self._is_fresh, point == GuardPoint.STEP
         if is_fresh and not self.is_looking:
             self._save_as_step(point)
@@ -373,25 +391,36 @@ class Undo:
 
     def _look_at(self, point: int) -> None:
         is_first = self._is_training in self._unknown
-        is_attempt = point == GuardPoint.ATTEMPT
-        held = self.tree.take()
+        is_watching = self._is_training in self._unwatched and not self._has_failed
+        compares = self._is_suspect or is_first or is_watching
+        look = self._look_now(self.compares_contents and compares)
+        self._looks[point] = look
+        self._running = None
+        if point == GuardPoint.ATTEMPT:
+            self._running, self._now = look, None
+            if is_watching and look.sums is not None:
+                sums = {id(t): total for t, total in zip(look.tensors, look.sums)}
+                self._watch = _Watch(self.tree.modules, sums)
+        elif is_first:
+            self._copy_first(look.held)
+
+    def _look_now(self, compares: bool) -> _Look:
+        """At what there is. The last look serves, where nothing has run since."""
+        look = self._now
+        held = self.tree.take() if look is None else look.held
         self._find_batch()
         self._find_copied()  # of hidden modules too, which take() finds
-        compares = self.compares_contents and (self._is_suspect or is_first)
-        look = _Look(held, self._batch, compares)
-        self._looks[point] = look
-        self._running = look if is_attempt else None
-        if is_first and not is_attempt:
-            self._copy_first(held)
-        if is_first and is_attempt and look.sums is not None:
-            sums = {id(t): total for t, total in zip(look.tensors, look.sums)}
-            self._watch = _Watch(self.tree.modules, sums)
+        if look is None or (compares and look.sums is None):
+            look = _Look(held, self._batch, compares)
+        self._now = look if compares else look.without_sums()
+        return self._now
 
     def restore(self, point: int, has_failed: bool = True) -> None:
         """After an attempt, that has failed or was none of the step. Raises Error where something
         cannot be put back."""
         look, self._running, self._is_fresh = self._looks.get(point), None, False
-        watched = self._watched()
+        self._has_failed |= has_failed
+        self._end_watch()
         if has_failed and (look is None or look.sums is None):
             self._is_suspect, self._was_seen = True, look is not None
         changed = look.changed() if look else []
@@ -401,10 +430,10 @@ class Undo:
         copies.restore()
         for part, state in zip(self._objects, self._states.get(point, ())):
             part.load_state_dict(copied(state))
+        self._now = None if changed else look
         if look:
             self._warn_of_large(look.held)
-        if look and (changed or watched):
-            self._know_all(look, watched)
+        if look and changed:
             names = self._know_all(look, changed)
             self._tell(names, {id(t) for t in lost})
 
@@ -444,7 +473,7 @@ class Undo:
         if before is None:
             return
         self._know_all(before, self._watched())
-        now = _Look(self.tree.take(), self._batch, before.sums is not None)
+        now = self._now = _Look(self.tree.take(), self._batch, before.sums is not None)
         was_suspect, self._is_suspect = self._is_suspect, False
         self._unknown.discard(self._is_training)
         prefixes = self.tree.prefixes()
@@ -464,9 +493,17 @@ class Undo:
         return (id(place.table), place.key) not in self._moving
 
     def _watched(self) -> List[torch.Tensor]:
-        """What has changed within the attempt that has ended."""
+        """What has changed within the attempt that has succeeded."""
         watch, self._watch = self._watch, None
-        return watch.found() if watch else []
+        if watch is None:
+            return []
+        self._unwatched.discard(self._is_training)
+        return watch.found()
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch:
+            watch.end()
 
     def _know_all(self, look: _Look, changed: List[torch.Tensor]) -> Dict[str, int]:
         """Their names, and the ids of the tensors."""
@@ -527,6 +564,7 @@ class Undo:
         try:
             yield
         finally:
+            self._now = None
             if self.tree.refresh():
                 self._know_nothing()
             if flags:
