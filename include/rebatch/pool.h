@@ -273,7 +273,8 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
  *
  *  The call only checks whether the device has the memory now, and guarantees nothing, when caching
  *  is off, and in a thread that runs concurrently with a session's callback without having joined
- *  it (rebatch_join()). rebatch_pool_mark() releases the reservation.
+ *  it (rebatch_join()). rebatch_pool_mark() releases the reservation, and so do the beginning and
+ *  the end of a session's callback.
  *  @param pool    the pool
  *  @param bytes   sum of the rounded sizes
  *  @param stream  the stream of the allocations

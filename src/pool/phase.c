@@ -50,6 +50,7 @@ rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
+    pool->promised_bytes = 0;
     if (key == 0 || !pool->plan.is_on)
         rbi_pool_begin_phase(pool, key);
     else

@@ -426,6 +426,7 @@ void rbi_plan_end(rebatch_pool *pool)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
+    pool->promised_bytes = 0; /* what was reserved, was for the phase */
     if (!phase)
         return;
     pool->stats.phases++;

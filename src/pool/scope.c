@@ -194,6 +194,7 @@ static struct rbi_block *take_deferred(struct rbi_scope *scope, const void *addr
 static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_resident)
 {
     const uint64_t first_sequence = scope->first_sequence;
+    rbi_plan_end(pool);
     close_innermost(pool);
     struct rbi_block *block;
     while ((block = pop_deferred(scope)))

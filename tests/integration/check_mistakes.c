@@ -76,6 +76,7 @@ struct trainer {
     float *kept, *buffer; /* made when they are NULL */
     uint32_t calls, attempts;
     size_t cursor, updates;
+    size_t reserved; /* by each micro-batch, which does not use it */
 };
 
 static bool is(const struct trainer *t, enum mistake mistake)
@@ -310,6 +311,8 @@ static rebatch_status run(struct trainer *t, const rebatch_microbatch *mb)
         return rebatch_pool_free(mb->pool, memory);
     if (status)
         return status;
+    if (t->reserved && (status = rebatch_reserve(t->run.rb, t->reserved)))
+        return status;
     if (says_so(t, mb))
         rebatch_mutating(t->run.rb);
     if (is(t, ANOTHER_STREAM_READS_FREED_MEMORY))
@@ -534,6 +537,26 @@ Test(check_mistakes, memory_that_micro_batches_leave_is_found_in_a_batch_of_any_
                          check_texts(&report));
             cr_expect_eq(check_find(&report, REBATCH_FINDING_LEAK, "") != NULL, leaks,
                          "batch of %zu:\n%s", batch, check_texts(&report));
+        }
+}
+
+/* What a micro-batch has reserved and not used serves no request of the next one. */
+Test(check_mistakes, what_is_reserved_hides_no_mistake)
+{
+    static const enum mistake mistakes[] = {LEAKS_A_BLOCK_A_MICRO_BATCH, SWALLOWS_AN_OOM, NONE};
+    static const rebatch_finding_kind kinds[] = {REBATCH_FINDING_LEAK, REBATCH_FINDING_SWALLOWED};
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    for (size_t batch = 3; batch <= 24; batch += 3)
+        for (size_t i = 0; i < 3; i++) {
+            rebatch_check_report report;
+            OPEN(trainer, t, mistakes[i], 0);
+            t.reserved = KIB(64);
+            cr_expect_eq(rebatch_check(t.run.rb, &ops, batch, &t, NULL, &report),
+                         i < 2 ? REBATCH_E_STATE : REBATCH_OK);
+            cr_expect_eq(report.mistakes, i < 2, "batch of %zu:\n%s", batch, check_texts(&report));
+            for (size_t k = 0; k < report.finding_count; k++)
+                cr_expect(!report.findings[k].is_mistake || report.findings[k].kind == kinds[i],
+                          "batch of %zu:\n%s", batch, check_texts(&report));
         }
 }
 

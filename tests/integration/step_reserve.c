@@ -1,6 +1,8 @@
-/* Owns the tests of updates that reserve before they begin to change parameters: none is torn,
- * whether or not a plan serves them. Must not know more of the library than its public headers say.
- */
+/* Owns the tests of what callbacks reserve: an update that does so before it changes parameters is
+ * never torn, whether or not a plan serves it; and what is not used is free again.
+ * Must not know more of the library than its public headers say. */
+#include <pthread.h>
+
 #include "step_common.h"
 
 #define PAGE ((size_t)4096)
@@ -85,5 +87,130 @@ Test(step_reserve, an_update_that_reserves_is_never_torn, .description = "seeds 
         }
         rebatch_close(t.rb);
         rebatch_device_close(t.device);
+    }
+}
+
+/* ---- when a reservation ends ---- */
+
+#define RESERVED MIB(8)
+
+struct reserver {
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_phase where; /* it reserves, and allocates nothing */
+    bool is_refused;     /* another thread, of more than the rest, in the next callback */
+};
+
+CLOSE_BOTH(reserver)
+
+static rebatch_status reserve_in(const struct reserver *r, rebatch_phase phase)
+{
+    return r->where == phase ? rebatch_reserve(r->rb, RESERVED) : REBATCH_OK;
+}
+
+static rebatch_status reserve_in_zero_grad(void *user)
+{
+    return reserve_in(user, REBATCH_PHASE_ZERO_GRAD);
+}
+
+static rebatch_status reserve_in_forward(const rebatch_microbatch *mb, void *user)
+{
+    const struct reserver *r = user;
+    (void)mb;
+    const rebatch_status status = reserve_in(r, REBATCH_PHASE_FORWARD);
+    rebatch_mutating(r->rb);
+    return status;
+}
+
+static rebatch_status reserve_in_update(void *user)
+{
+    const struct reserver *r = user;
+    const rebatch_status status = reserve_in(r, REBATCH_PHASE_OPTIMIZER);
+    rebatch_mutating(r->rb);
+    return status;
+}
+
+static rebatch_status reserve_in_resize(size_t micro_batch, void *user)
+{
+    (void)micro_batch;
+    return reserve_in(user, REBATCH_PHASE_RESIZE);
+}
+
+static rebatch_step_ops reserver_ops(const struct reserver *r)
+{
+    return (rebatch_step_ops)OPS(
+        reserve_in_zero_grad, reserve_in_forward, reserve_in_update,
+        .flags = REBATCH_DECLARES_MUTATION,
+        .resize = r->where == REBATCH_PHASE_RESIZE ? reserve_in_resize : NULL);
+}
+
+static const rebatch_phase reserving[] = {REBATCH_PHASE_ZERO_GRAD, REBATCH_PHASE_FORWARD,
+                                          REBATCH_PHASE_OPTIMIZER, REBATCH_PHASE_RESIZE};
+
+static void reserver_open(struct reserver *r, rebatch_phase where)
+{
+    *r = (struct reserver){.where = where};
+    open_on_host(&r->device, &r->rb, MIB(16), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+}
+
+Test(step_reserve, what_a_callback_reserved_is_not_held_after_the_step)
+{
+    for (size_t i = 0; i < sizeof reserving / sizeof *reserving; i++) {
+        OPEN(reserver, r, reserving[i]);
+        const rebatch_step_ops ops = reserver_ops(&r);
+        OK(rebatch_step(r.rb, &ops, 4, &r, NULL));
+        OK(rebatch_pool_set_limit(rebatch_get_pool(r.rb), MIB(1)));
+        const rebatch_pool_stats stats = pool_stats_of(rebatch_get_pool(r.rb));
+        cr_expect_leq(stats.reserved_bytes, MIB(1), "reserved in %s",
+                      rebatch_phase_text(reserving[i]));
+    }
+}
+
+static void *allocate_beside(void *user)
+{
+    struct reserver *r = user;
+    void *memory;
+    r->is_refused =
+        rebatch_pool_alloc(&memory, rebatch_get_pool(r->rb), MIB(10), NULL, 0) != REBATCH_OK;
+    if (!r->is_refused)
+        OK(rebatch_pool_free(rebatch_get_pool(r->rb), memory));
+    return NULL;
+}
+
+static rebatch_status update_beside(void *user)
+{
+    pthread_t thread;
+    struct reserver *r = user;
+    cr_assert_eq(pthread_create(&thread, NULL, allocate_beside, r), 0);
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    rebatch_mutating(r->rb);
+    return REBATCH_OK;
+}
+
+Test(step_reserve, what_a_callback_reserved_is_not_held_in_the_next_one)
+{
+    for (size_t i = 0; i < sizeof reserving / sizeof *reserving; i++) {
+        OPEN(reserver, r, reserving[i]);
+        rebatch_step_ops ops = reserver_ops(&r);
+        if (reserving[i] == REBATCH_PHASE_OPTIMIZER) { /* of the step before */
+            OK(rebatch_step(r.rb, &ops, 4, &r, NULL));
+            r.where = REBATCH_PHASE_COUNT;
+        }
+        ops.optimizer_step = update_beside;
+        OK(rebatch_step(r.rb, &ops, 4, &r, NULL));
+        cr_expect(!r.is_refused, "reserved in %s: %s", rebatch_phase_text(reserving[i]),
+                  rebatch_last_error());
+    }
+}
+
+Test(step_reserve, a_mark_releases_what_the_program_reserved)
+{
+    for (uint64_t key = 0; key < 2; key++) {
+        OPEN(reserver, r, REBATCH_PHASE_COUNT);
+        rebatch_pool *const pool = rebatch_get_pool(r.rb);
+        OK(rebatch_pool_reserve(pool, RESERVED, NULL));
+        OK(rebatch_pool_mark(pool, key));
+        OK(rebatch_pool_set_limit(pool, MIB(1)));
+        cr_expect_leq(pool_stats_of(pool).reserved_bytes, MIB(1), "key %d", (int)key);
     }
 }
