@@ -133,6 +133,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
     } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
         defer(pool, block);
+        pool->old_buffers.freed++;
     } else {
         if (is_not_of_scope)
             rbi_scope_pass_over(pool, block, false);

@@ -56,6 +56,7 @@ bool rbi_old_buffers_take(rebatch_pool *pool, const void *address)
         struct rbi_old_buffer *const entry = &old->entries[i];
         if (entry->address == address && entry->owner == old->owner && !entry->is_taken) {
             entry->is_taken = true;
+            old->freed++;
             return true;
         }
     }
@@ -73,10 +74,14 @@ void rbi_old_buffers_forget(struct rbi_old_buffers *old, const void *address)
 
 void rbi_old_buffers_begin(rebatch_pool *pool, uint64_t owner)
 {
+    struct rbi_old_buffers *const old = &pool->old_buffers;
     rbi_lock_take(&pool->lock);
-    pool->old_buffers.owner = owner;
-    pool->old_buffers.is_open = true;
-    pool->old_buffers.doubtful = NULL;
+    if (old->owner && old->owner != owner)
+        old->held = SIZE_MAX;
+    old->owner = owner;
+    old->is_open = true;
+    old->freed = 0;
+    old->doubtful = NULL;
     rbi_pool_give_lock(pool);
 }
 
@@ -118,24 +123,24 @@ static void keep_resident(rebatch_pool *pool)
     forget_owner(&pool->old_buffers);
 }
 
-/* Whether the block that is doubtful is new, and the call has freed as many old buffers as it has
- * made new ones: then the frees were meant for the old ones. */
-static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence)
+static size_t count_made(const rebatch_pool *pool, uint64_t first_sequence)
 {
-    size_t taken = 0, made = 0;
-    const void *const doubtful = pool->old_buffers.doubtful;
-    const struct rbi_block *const block =
-        doubtful ? rbi_table_find(&pool->heap.table, doubtful) : NULL;
-    if (!block || block->sequence < first_sequence)
-        return false;
-    for (size_t i = 0; i < pool->old_buffers.count; i++)
-        taken += pool->old_buffers.entries[i].owner == pool->old_buffers.owner &&
-                 pool->old_buffers.entries[i].is_taken;
+    size_t made = 0;
     const struct rbi_block *const ring = &pool->by_sequence;
     for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
          b = b->previous)
-        made += b->resident != 0;
-    return taken >= made;
+        made += b->resident || !b->outside;
+    return made;
+}
+
+/* Whether the block that is doubtful is new, and the call has freed as many blocks that were there
+ * before as it has made new ones, or as there were: then the frees were meant for the old ones. */
+static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence, size_t made)
+{
+    const struct rbi_old_buffers *const old = &pool->old_buffers;
+    const struct rbi_block *const block =
+        old->doubtful ? rbi_table_find(&pool->heap.table, old->doubtful) : NULL;
+    return block && block->sequence >= first_sequence && old->freed >= rbi_min(made, old->held);
 }
 
 /* The next call may find the pointers of before this one, and those of this one. */
@@ -155,12 +160,17 @@ static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
 const void *rbi_old_buffers_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
 {
     rbi_lock_take(&pool->lock);
-    const void *const doubtful =
-        has_freed_all(pool, first_sequence) ? NULL : pool->old_buffers.doubtful;
+    struct rbi_old_buffers *const old = &pool->old_buffers;
+    const size_t made = count_made(pool, first_sequence);
+    const void *const doubtful = has_freed_all(pool, first_sequence, made) ? NULL : old->doubtful;
     if (has_failed)
         keep_all(pool, first_sequence);
     else
         keep_resident(pool);
+    if (!has_failed)
+        old->held = SIZE_MAX;
+    else if (old->held != SIZE_MAX)
+        old->held = old->held + made - rbi_min(old->held + made, old->freed);
     rbi_pool_give_lock(pool);
     return doubtful;
 }

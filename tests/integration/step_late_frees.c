@@ -353,6 +353,27 @@ Test(step_late_frees, buffers_made_before_the_first_step_may_be_freed_in_resize)
             cr_expect_eq(live_bytes(), buffer_bytes(4), "manner %d: %zu bytes", manner,
                          (size_t)live_bytes());
             resize_often(&t);
+            cr_expect_str_eq(told, "", "manner %d", manner);
+            session_close();
+        }
+}
+
+/* A first resize that fails leaves old pointers and new ones, or none for the buffers that it has
+ * not come to; so does one that fails twice, at one buffer and then at another. */
+Test(step_late_frees, a_resize_that_frees_what_it_has_is_no_event_after_it_failed)
+{
+    for (int way = 0; way < 4 * BUFFERS * BUFFERS; way++)
+        for (int manner = FREES_FIRST; manner <= FREES_EACH_AFTER; manner++) {
+            struct trainer t = {.manner = (enum manner)manner, .backwards = way % 2};
+            session_open(MIB(400));
+            if (way / 2 % 2)
+                make_before(&t);
+            for (int i = 0; i < 2; i++) {
+                t.fails_at = (size_t)(i ? way / 4 / BUFFERS : way / 4 % BUFFERS);
+                t.answer = REBATCH_OOM;
+                expect_step(&t, 4 << i);
+            }
+            cr_expect_str_eq(told, "", "way %d, manner %d", way, manner);
             session_close();
         }
 }
