@@ -142,20 +142,20 @@ typedef struct rebatch_step_ops {
      *  rebatch takes it back before it calls resize for another size, so resize need not free it.
      *  It may: the first free of each old buffer's address within a call is ignored, also when a
      *  new block has that address. The new block then stays until the next size; the event
-     *  REBATCH_EVENT_LATE_FREE names it where the call has freed fewer blocks from before it than it
-     *  has made new ones. rebatch also takes back what a call that fails has allocated; then resize
-     *  is called for a smaller size. Buffers that the program made before the first step may be
-     *  freed in resize as well: what a call frees of older memory stays freed when the call fails,
-     *  unless guarded state points to it. Buffers keep their contents from one callback to the
-     *  next, but not across a call of resize.
+     *  REBATCH_EVENT_LATE_FREE names it where the call has freed fewer blocks from before it than
+     *  it has made new ones. rebatch also takes back what a call that fails has allocated; then
+     *  resize is called for a smaller size. Buffers that the program made before the first step may
+     *  be freed in resize as well: what a call frees of older memory stays freed when the call
+     *  fails, unless guarded state points to it. Buffers keep their contents from one callback to
+     *  the next, but not across a call of resize.
      *
      *  An OOM leaves resize at the request that failed, and it runs again for a smaller size. What
      *  it did in host memory by then stays done, but for guarded state, and its local variables are
      *  gone. So store a host pointer that realloc() may have moved where the program keeps it
      *  before the next request, or make all requests first; a copy of a layer that is stored at the
      *  end is lost. What a call that succeeds changes in guarded host state stays changed. resize
-     *  may run again for the same size, in a probe and while `learn` is on,
-     *  and must not call rebatch_mutating().
+     *  may run again for the same size, in a probe and while `learn` is on, and must not call
+     *  rebatch_mutating().
      *
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
      *  memory. So does a limit of the pool that is lowered below what it holds, when the next step

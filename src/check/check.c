@@ -32,7 +32,9 @@ static void find_helper(struct rbi_check *c)
 static rebatch_status run_all(struct rbi_check *c, size_t batch)
 {
     bool is_there = false;
-    rebatch_status status = rbi_reference_run(c, batch, &is_there);
+    rebatch_status status = rbi_ooms_run_resizes(c, batch);
+    if (!status)
+        status = rbi_reference_run(c, batch, &is_there);
     if (status || !is_there)
         return status;
     status = rbi_reference_run_again(c);
@@ -162,6 +164,7 @@ rebatch_status rebatch_check(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     if (!status) {
         table.lighten = NULL;
         c->has_own_weights = (table.flags & REBATCH_OWN_WEIGHTS) != 0;
+        c->has_resize = table.resize != NULL;
         c->rb = rb;
         c->report = own;
         status = check(c, &table, batch, user);

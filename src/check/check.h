@@ -46,7 +46,7 @@ struct rbi_injection {
     bool has_failed;        /* the last callback */
 
     /* the request that failed on purpose */
-    bool is_done;
+    bool is_done, was_done; /* in this run, or in the one before */
     struct rbi_place injected;
     uint64_t injected_bytes;
     uint64_t ooms_at_injection;
@@ -295,6 +295,7 @@ struct rbi_check {
     struct rbi_parts ran;   /* those of the last rbi_check_run() */
     struct rbi_parts replayed_parts;
     bool has_own_weights;      /* they do not go by the batch */
+    bool has_resize;           /* there is such a callback */
     bool is_first;             /* run, which shows what zero_grad clears */
     bool is_rounding_measured; /* of the first run's micro-batches */
     double typical_size;       /* of half of the items at most */
@@ -406,8 +407,9 @@ rebatch_status rbi_fill_run(struct rbi_check *c);
 /* Other micro-batches (cuts.c). */
 rebatch_status rbi_cuts_run(struct rbi_check *c);
 rebatch_status rbi_cuts_run_twice(struct rbi_check *c);
-/* An OOM at each allocation (ooms.c). */
+/* An OOM at each allocation (ooms.c), and before any other run at those of the first resize. */
 rebatch_status rbi_ooms_run(struct rbi_check *c);
+rebatch_status rbi_ooms_run_resizes(struct rbi_check *c, size_t batch);
 void rbi_ooms_save_attempt(void *user);
 void rbi_ooms_was_taken_back(void *user);
 /* optimizer_step, in copies of the process (update.c). */

@@ -47,10 +47,11 @@ static void say(const char *how, const void *address)
     } else {
         rbi_text_add(&t, "the check");
     }
-    if (injection->is_done) {
+    if (injection->is_done || injection->was_done) {
         rbi_text_add(&t, ", after ");
         rbi_place_add(&t, &injection->injected, injection->injected_bytes);
-        rbi_text_add(&t, " had failed on purpose");
+        rbi_text_add(&t, " had failed on purpose%s",
+                     injection->is_done ? "" : " in the run before");
     }
     if (address)
         add_block(&t, address);

@@ -147,9 +147,9 @@ void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at)
     injection->requests = 0;
     injection->fails_at = fails_at;
     injection->has_failed = false;
+    injection->was_done = injection->is_done;
     injection->is_done = false;
     injection->was_swallowed = false;
-    injection->injected_bytes = 0;
     injection->done.count = 0;
 }
 

@@ -1,6 +1,7 @@
 /* Owns the runs with an OOM at one allocation: what the failed attempt has left behind.
  * Must not know how a run is made. */
 #include <math.h>
+#include <string.h>
 
 #include "check/check.h"
 
@@ -109,13 +110,31 @@ static void add_when(struct rbi_text *t, const struct rbi_injection *injection)
                  injection->was_swallowed ? ", for which the callback returned REBATCH_OK" : "");
 }
 
+static rebatch_status resize(struct rbi_check *c, size_t size, uint64_t fails_at)
+{
+    rbi_injection_begin(&c->injection, fails_at);
+    const rebatch_status status = rbi_dry_step_resize(c->rb, size);
+    const rebatch_status undone = rbi_check_undo(c);
+    return rbi_check_is_fatal(status) ? status : undone;
+}
+
+static size_t least_of(const struct rbi_check *c)
+{
+    return rbi_round_size_up(rbi_session_options(c->rb), 1);
+}
+
+/* The run's resize has its requests, as in the first run, and comes from another size. */
 static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fails_at)
 {
     char when[256];
     size_t ran;
     struct rbi_text t = {when, sizeof when, 0};
-    rbi_dry_step_release(c->rb); /* as in the first run, so that resize has its requests */
-    rebatch_status status = rbi_check_run(c, size, fails_at, &ran);
+    rbi_dry_step_release(c->rb);
+    rebatch_status status =
+        c->has_resize && least_of(c) < size ? resize(c, least_of(c), 0) : REBATCH_OK;
+    if (status)
+        return status;
+    status = rbi_check_run(c, size, fails_at, &ran);
     const bool is_there = !status && c->injection.is_done,
                was_swallowed = c->injection.was_swallowed;
     add_when(&t, &c->injection);
@@ -154,6 +173,66 @@ static rebatch_status run_last(struct rbi_check *c)
         return rbi_check_is_fatal(status) ? status : undone;
     return last ? run_range(c, size, all - last + 1, all, c->options.most_ooms / 4 + 1)
                 : REBATCH_OK;
+}
+
+/* ---- resize ---- */
+
+/* One micro-batch of the smallest size; reads what is watched into `values`. */
+static rebatch_status run_least(struct rbi_check *c, struct rbi_values *values, bool *is_there)
+{
+    struct rbi_part part = {0, least_of(c)};
+    const rebatch_status status =
+        rbi_check_run_parts(c, &(struct rbi_parts){&part, 1, 1}, rbi_session_batch(c->rb), values);
+    const rebatch_status undone = rbi_check_undo(c);
+    *is_there = !status;
+    return rbi_check_is_fatal(status) ? status : undone;
+}
+
+static bool is_same(const struct rbi_check *c)
+{
+    for (size_t i = 0; i < c->items.count; i++)
+        if (memcmp(c->replayed.copies[i], c->now.copies[i], c->items.list[i].bytes) != 0)
+            return false;
+    return true;
+}
+
+/* A request fails the first time that it is made for this size, so that the host memory of
+ * a resize moves as it grows: one that loses it ends the program, or gives something else. */
+static rebatch_status fail_resize(struct rbi_check *c, size_t batch, uint64_t nth, bool *is_done)
+{
+    char when[256];
+    struct rbi_text t = {when, sizeof when, 0};
+    bool is_there = false;
+    rebatch_status status = resize(c, batch, nth);
+    *is_done = !status && c->injection.is_done;
+    if (!*is_done)
+        return status;
+    add_when(&t, &c->injection);
+    status = run_least(c, &c->now, &is_there);
+    if (!status && is_there)
+        status = rbi_compare(c, &(struct rbi_comparison){
+                                    REBATCH_FINDING_AFTER_OOM, when,
+                                    "resize is left at the request that fails: store what it has "
+                                    "changed in host memory before, and make what is missing then",
+                                    &c->replayed, .is = &c->now});
+    return status;
+}
+
+rebatch_status rbi_ooms_run_resizes(struct rbi_check *c, size_t batch)
+{
+    bool is_there = true;
+    if (!c->has_resize || !c->report->watched || least_of(c) >= batch)
+        return REBATCH_OK; /* nothing could be compared, or there is one size */
+    rebatch_status status = run_least(c, &c->replayed, &is_there);
+    if (!status && is_there)
+        status = run_least(c, &c->now, &is_there);
+    is_there = is_there && !status && is_same(c); /* else other runs say why */
+    for (uint64_t nth = 1; nth <= c->options.most_ooms && is_there && !status; nth++) {
+        status = fail_resize(c, batch, nth, &is_there);
+        is_there = is_there && c->report->mistakes == 0 && rbi_check_has_time(c);
+    }
+    rbi_dry_step_release(c->rb);
+    return status;
 }
 
 rebatch_status rbi_ooms_run(struct rbi_check *c)

@@ -74,6 +74,14 @@ rebatch_status rbi_dry_step_run(rebatch *rb, size_t size, size_t *ran)
     return wait_for_it(rb, status);
 }
 
+rebatch_status rbi_dry_step_resize(rebatch *rb, size_t size)
+{
+    rebatch_status status = begin_run(rb, size);
+    if (!status)
+        status = rbi_resize_ready(rb);
+    return wait_for_it(rb, status);
+}
+
 /* Buffers grow with the micro-batches. */
 static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
 {

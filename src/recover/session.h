@@ -249,6 +249,8 @@ rebatch_status rbi_dry_step_begin(struct rbi_dry_step *dry_step, rebatch *rb,
 /* zero_grad, and all samples in micro-batches of at most `size`. What it did stays until
  * rbi_dry_step_undo(). *ran is the size of the largest; less than `size` after an OOM. */
 rebatch_status rbi_dry_step_run(rebatch *rb, size_t size, size_t *ran);
+/* resize alone, for micro-batches of `size`; without that callback nothing. */
+rebatch_status rbi_dry_step_resize(rebatch *rb, size_t size);
 /* zero_grad, and these micro-batches as parts of a batch of that size, without recovery. */
 struct rbi_part {
     size_t first, count;

@@ -138,10 +138,10 @@ static rebatch_status reserve_in_resize(size_t micro_batch, void *user)
 
 static rebatch_step_ops reserver_ops(const struct reserver *r)
 {
-    return (rebatch_step_ops)OPS(
-        reserve_in_zero_grad, reserve_in_forward, reserve_in_update,
-        .flags = REBATCH_DECLARES_MUTATION,
-        .resize = r->where == REBATCH_PHASE_RESIZE ? reserve_in_resize : NULL);
+    return (rebatch_step_ops)OPS(reserve_in_zero_grad, reserve_in_forward, reserve_in_update,
+                                 .flags = REBATCH_DECLARES_MUTATION,
+                                 .resize =
+                                     r->where == REBATCH_PHASE_RESIZE ? reserve_in_resize : NULL);
 }
 
 static const rebatch_phase reserving[] = {REBATCH_PHASE_ZERO_GRAD, REBATCH_PHASE_FORWARD,
