@@ -27,21 +27,27 @@ static void give_back_unneeded(rebatch_pool *pool, const struct rbi_phase *phase
     (void)rbi_pool_trim_cache(pool, rbi_max(phase->arena_bytes, below_peak), NULL, &released);
 }
 
-void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
+static void begin(rebatch_pool *pool, uint64_t key)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
     pool->plan.marked = 0;
     rbi_plan_end(pool);
-    pool->overflow.is_open = false;
     const struct rbi_phase *const planned =
         key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
     if (planned && rbi_plan_serve_from(pool, take_arena(pool, planned)))
         give_back_unneeded(pool, planned);
 }
 
+void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
+{
+    pool->overflow.is_open = false;
+    begin(pool, key);
+}
+
+/* Overflow ended at the mark; it may have been allowed since. */
 void rbi_pool_begin_marked(rebatch_pool *pool)
 {
-    rbi_pool_begin_phase(pool, pool->plan.marked);
+    begin(pool, pool->plan.marked);
 }
 
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
@@ -51,8 +57,9 @@ rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
         return status;
     rbi_lock_take(&pool->lock);
     pool->promised_bytes = 0;
+    pool->overflow.is_open = false;
     if (key == 0 || !pool->plan.is_on)
-        rbi_pool_begin_phase(pool, key);
+        begin(pool, key);
     else
         pool->plan.marked = key;
     rbi_pool_give_lock(pool);

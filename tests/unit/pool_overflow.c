@@ -226,6 +226,46 @@ Test(pool_overflow, the_next_phase_ends_it)
     rig_close(&rig);
 }
 
+static rebatch_status call_after_mark(struct rig *rig, char call, void *older)
+{
+    void *block;
+    size_t released;
+    switch (call) {
+    case 'a':
+        return rebatch_pool_alloc(&block, rig->pool, 5 * PAGE, NULL, 0);
+    case 'p':
+        return rebatch_pool_alloc(&block, rig->pool, PAGE, NULL, 0);
+    case 'r':
+        return rebatch_pool_reserve(rig->pool, PAGE, NULL);
+    case 't':
+        return rebatch_pool_trim(rig->pool, 0, &released);
+    case 'l':
+        return rebatch_pool_set_limit(rig->pool, 4 * PAGE);
+    default:
+        return rebatch_pool_free(rig->pool, older);
+    }
+}
+
+/* However the phase of the mark begins, which it does with the first call after it. */
+Test(pool_overflow, allowed_after_a_mark_it_lasts)
+{
+    static const char *const firsts[] = {"a", "pa", "ra", "ta", "la", "fa"};
+    for (uint64_t key = 0; key < 3; key++) {
+        for (size_t i = 0; i < sizeof firsts / sizeof *firsts; i++) {
+            struct rig rig = open_beside(4, 100, NULL);
+            void *const older = take(rig.pool, PAGE);
+            cr_assert_eq(rebatch_pool_mark(rig.pool, key), REBATCH_OK);
+            allow(rig.pool, true);
+            for (const char *call = firsts[i]; *call; call++)
+                cr_assert_eq(call_after_mark(&rig, *call, older), REBATCH_OK, "key %d, %s: %s",
+                             (int)key, firsts[i], rebatch_last_error());
+            cr_assert_eq(rebatch_pool_mark(rig.pool, key), REBATCH_OK);
+            assert_oom(rig.pool, PAGE);
+            rig_close(&rig);
+        }
+    }
+}
+
 /* Threads that the open scope leaves out may fail. */
 Test(pool_overflow, it_is_for_the_callbacks_threads_alone)
 {

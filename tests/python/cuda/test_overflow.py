@@ -71,6 +71,56 @@ def test_a_first_step_of_adamw_in_a_plain_loop_takes_host_memory():
     assert 56 <= taken <= 80 and gpu <= 200 and kept == 16
 
 
+# Optimizers beside one another, one that calls another's step, and one that calls its own class's.
+HALVES = (
+    "class Wrapper(torch.optim.Optimizer):\n"
+    "    def __init__(self, inner):\n"
+    "        self.inner, self.slow = inner, []\n"
+    "        super().__init__(inner.param_groups, {})\n"
+    "    def step(self):\n"
+    "        self.inner.step()\n"
+    "        self.slow = [p.detach().clone() for g in self.param_groups for p in g['params']]\n"
+    "class Subclass(torch.optim.AdamW):\n"
+    "    def step(self):\n"
+    "        super().step()\n"
+    "        self.slow = [p.detach().clone() for g in self.param_groups for p in g['params']]\n"
+    "class Raises(torch.optim.AdamW):\n"
+    "    def step(self):\n"
+    "        raise ValueError\n"
+    "held = []\n"
+    "def adam(kind, layers):\n"
+    "    held.append(kind([p for l in layers for p in l.parameters()], foreach=False))\n"
+    "    return held[-1]\n"
+    "model(x).square().mean().backward()\n"
+)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "for half in (layers[:8], layers[8:]): adam(torch.optim.AdamW, half).step()",
+        "held = [Wrapper(optimizer)]\nheld[0].step()",
+        "adam(Subclass, layers).step()",
+        "try: adam(Raises, layers[:8]).step()\n"
+        "except ValueError: pass\n"
+        "for half in (layers[:8], layers[8:]): adam(torch.optim.AdamW, half).step()",
+    ],
+    ids=["two optimizers", "a wrapper", "a subclass", "after one that raised"],
+)
+def test_an_update_is_served_however_many_optimizers_make_it(update):
+    taken = child(
+        MODEL
+        + HALVES
+        + update
+        + "\nprint(rebatch.stats()['overflow_total_bytes'] >> 20)\n"
+        + "try: torch.empty(300 << 20, dtype=torch.uint8, device='cuda')\n"  # it has ended
+        + "except torch.OutOfMemoryError: pass\n"
+        + "else: raise AssertionError('a forward pass is served too')\n",
+        STANDIN_HOST=HOST,
+    )
+    assert int(taken) >= 56
+
+
 def test_what_was_freed_makes_room_for_it():
     script = PLAIN + (
         "train()\n"

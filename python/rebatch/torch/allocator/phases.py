@@ -4,8 +4,10 @@ phase begins with the first allocation after an optimizer's step, so that gradie
 cannot be undone, allocations must not fail."""
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ _keys: weakref.WeakKeyDictionary[Any, int] = (
     weakref.WeakKeyDictionary()
 )  # a kind of phase for each optimizer
 _others = 0  # who mark phases themselves
+_update: FrameType | None = None  # the call of an optimizer's step that overflow is open for
 
 
 class _MarkedBySession:
@@ -49,6 +52,15 @@ def _devices(optimizer: Any) -> set[torch.device]:
     return {p.device for p in parameters if p.is_cuda}
 
 
+def _is_part(call: FrameType) -> bool:
+    """Whether an optimizer's step is called by the step of another, or of its own subclass, whose
+    end is the update's. A step that raised, and so never ended, calls nothing any more."""
+    caller = call.f_back if _update else None
+    while caller and caller is not _update:
+        caller = caller.f_back
+    return caller is not None
+
+
 def allow_overflow(pool: int, may: bool) -> None:
     """Whether allocations of a pool take host memory rather than fail. When they no longer do, what
     lies there moves to the GPU, as far as there is room."""
@@ -59,16 +71,22 @@ def watch_optimizers(pool_of: Callable[[torch.device], int]) -> None:
     """Mark phases from now on. pool_of: gives the handle of the pool of a torch.device."""
 
     def begin(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        global _update
         # What a closure does within the step, a forward and a backward pass, is no update.
         given = [*arguments[1:], keywords.get("closure")]
         if any(closure is not None for closure in given) or _is_none_of_ours():
             return
+        if _is_part(sys._getframe(1)):
+            return
+        _update = sys._getframe(1)
         for device in _devices(optimizer):
             allow_overflow(pool_of(device), True)
 
     def mark(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if _is_none_of_ours():
+        global _update
+        if _is_none_of_ours() or _is_part(sys._getframe(1)):
             return
+        _update = None
         if optimizer not in _keys:
             _keys[optimizer] = next(_numbers)
         for device in _devices(optimizer):
