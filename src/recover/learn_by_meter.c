@@ -45,13 +45,15 @@ static size_t beyond_line(rebatch *rb, size_t size)
 }
 
 /* An OOM has shown where the end is. Where it came far from a size that ran, the line was wrong
- * between them; without what was reserved it is nothing to go by. */
+ * between them; without what was reserved it is nothing to go by, nor where this size was not
+ * measured. */
 static size_t halfway(const rebatch *rb, size_t size)
 {
     const size_t failed = rb->sizes.learning.failed;
     const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
     rbi_assert(failed > 0);
-    if (failed <= size || failed - size <= rbi_max(size / FAR, 1) || !known->reserved_bytes)
+    if (failed <= size || failed - size <= rbi_max(size / FAR, 1) || !known ||
+        !known->reserved_bytes)
         return 0;
     const size_t next = rbi_round_size(&rb->options, size + (failed - size) / 2);
     return next > size ? next : 0;

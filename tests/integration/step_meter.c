@@ -306,6 +306,34 @@ Test(step_meter, what_is_not_measured_is_not_learned)
     cr_expect_eq(report.micro, 8);
 }
 
+/* The micro-batches of a step to which learning has come, after an OOM in step `at` and a step of
+ * another batch, which is measured or not. */
+static size_t learn_by(size_t at, size_t batch, bool by_cost, bool is_blind)
+{
+    OPEN(program, p, PROGRAM(.capacity = MIB(42)), true);
+    rebatch_step_ops each = ops;
+    rebatch_step_report report = {0};
+    each.cost = by_cost ? two_a_sample : NULL;
+    for (size_t i = 0; i < at + 31; i++) {
+        p.hole = i == at ? MIB(5) : 0;
+        p.is_blind = is_blind && i == at + 1;
+        OK(rebatch_step(p.rb, &each, i == at + 1 ? batch : 93, &p, &report));
+    }
+    return report.microbatches;
+}
+
+Test(step_meter, one_step_without_figures_changes_nothing_later)
+{
+    static const size_t batches[] = {3, 93, 200};
+    for (size_t i = 0; i < sizeof batches / sizeof *batches; i++)
+        for (size_t at = 0; at < 12; at++)
+            for (int by_cost = 0; by_cost < 2; by_cost++)
+                cr_expect_eq(learn_by(at, batches[i], by_cost, true),
+                             learn_by(at, batches[i], by_cost, false),
+                             "an OOM in step %zu, then %zu samples without figures, by cost: %d",
+                             at, batches[i], by_cost);
+}
+
 /* Measures all callbacks but the first of the step. */
 static rebatch_status forward_then_measured(const rebatch_microbatch *mb, void *user)
 {
