@@ -403,19 +403,26 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     return given > 0 || pool->stats.freed_total_bytes != freed;
 }
 
-/* Host memory for what the device has not, where a failure could not be undone. */
+/* Host memory for what the device has not, where a failure could not be undone. A chunk that is too
+ * large for a hole is made again in pieces, which the device may refuse by then: the host has them,
+ * and each time that this fails the pool holds less of the device. */
 static rebatch_status take_overflow(struct rbi_block **out, rebatch_pool *pool,
                                     struct rbi_request *request)
 {
-    const rebatch_status status = rbi_pool_prepare(pool);
-    if (status != REBATCH_OK)
-        return status;
-    struct rbi_mapping mapping = {.bytes = request->bytes,
-                                  .stream = request->stream,
-                                  .zone = request->zone,
-                                  .overflows = true};
+    uint64_t before;
+    rebatch_status status;
     reach(pool, request, REBATCH_STAGE_OVERFLOW);
-    return take_mapping(out, pool, request, &mapping);
+    do {
+        struct rbi_mapping mapping = {.bytes = request->bytes,
+                                      .stream = request->stream,
+                                      .zone = request->zone,
+                                      .overflows = true};
+        before = rbi_vm_device_bytes(&pool->vm);
+        status = rbi_pool_prepare(pool);
+        if (status == REBATCH_OK)
+            status = take_mapping(out, pool, request, &mapping);
+    } while (status == REBATCH_OOM && rbi_vm_device_bytes(&pool->vm) < before);
+    return status;
 }
 
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,

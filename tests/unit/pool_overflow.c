@@ -216,6 +216,29 @@ Test(pool_overflow, there_is_no_more_than_the_host_and_the_options_give)
     assert_refused(rebatch_pool_allow_overflow(NULL, true), REBATCH_E_INVALID, "pool");
 }
 
+/* Free pages that the pool holds in chunks, each larger than the hole that the request needs: a chunk
+ * is made again in pieces, and the device has no memory for these any more. */
+Test(pool_overflow, a_chunk_that_the_device_does_not_give_again_is_the_hosts)
+{
+    for (size_t chunks = 0; chunks < 8; chunks++) {
+        for (size_t left = 8; left <= 128; left += 40) { /* pages that the device still has */
+            struct rig rig = open_beside(128, 100, NULL);
+            void *blocks[16];
+            cr_assert_eq(rebatch_pool_reserve(rig.pool, 128 * PAGE, NULL), REBATCH_OK);
+            for (size_t i = 0; i < 16; i++)
+                blocks[i] = take_filled(rig.pool, 8 * PAGE, (int)i);
+            for (size_t i = 0; i <= chunks; i++)
+                give(rig.pool, blocks[i ? 2 * i - 1 : 15]);
+            cr_assert_eq(rebatch_device_set_capacity(rig.device, left * PAGE), REBATCH_OK);
+            assert_oom(rig.pool, 100 * PAGE);
+            allow(rig.pool, true);
+            give(rig.pool, take_filled(rig.pool, 9 * PAGE, 99)); /* of which 8 are free in a row */
+            assert_filled(blocks[0], 8 * PAGE, 0);
+            rig_close(&rig);
+        }
+    }
+}
+
 /* A phase that begins ends it: an optimizer's step that raised has never said that it is over. */
 Test(pool_overflow, the_next_phase_ends_it)
 {
