@@ -141,6 +141,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
                         atomic_load(&pool->sessions) == 1 ? " is" : "s are");
         return;
     }
+    pool->may_wait = NULL; /* or its memory would stay mapped for ever */
     /* Also on streams of which nothing was freed: blocks in use go back as well. */
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         (void)rbi_pool_await(pool, s, ++s->frees);

@@ -221,6 +221,24 @@ Test(pool_after_device, where_it_must_not_wait_memory_stays_with_its_stream)
     }
 }
 
+/* Blocks in use, freed ones, and one that another stream uses besides. */
+Test(pool_after_device, the_end_of_the_pool_waits_all_the_same)
+{
+    for (struct world w[1] = {{0}}; next_world(w, 64);) {
+        void *const blocks[] = {take_read(w, 4), take_read(w, 4), take_checked(w, 8, w->other)};
+        cr_assert_eq(rebatch_pool_use_on(w->pool, blocks[2], w->owner), REBATCH_OK);
+        lazy_use(w->owner, blocks[2], 8 * PAGE);
+        give(w->pool, blocks[1]);
+        give(w->pool, blocks[2]);
+        w->may_wait = false;
+        rebatch_memory_info info;
+        rebatch_pool_destroy(w->pool);
+        cr_assert_eq(rebatch_device_memory(w->device, &info), REBATCH_OK);
+        cr_assert_eq(info.used_bytes, 0);
+        cr_assert_eq(rebatch_pool_create(&w->pool, w->device, NULL), REBATCH_OK);
+    }
+}
+
 /* Each block is read until a share of the work goes on. */
 static void run_phase(struct world *w, uint64_t seed, uint64_t lag)
 {
