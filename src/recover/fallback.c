@@ -240,7 +240,8 @@ static void add_bound(struct rbi_text *t, const rebatch *rb)
     if (!rbi_meter_is_set(rb) && rbi_pool_get_bound(&bound, rb->pool) == REBATCH_OK) {
         rbi_text_add(t, "%s", bound.is_limit ? "limit " : "the device has ");
         rbi_text_add_bytes(t, bound.bytes);
-        rbi_text_add(t, ", of which ");
+        /* More than that: it was lowered since, or the host has some of it. */
+        rbi_text_add(t, "%s", bound.bytes < rb->run.live_before ? ", but " : ", of which ");
     }
     rbi_text_add_bytes(t, rb->run.live_before);
     rbi_text_add(t, " were in use before the %s", what);

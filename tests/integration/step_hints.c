@@ -206,6 +206,42 @@ Test(step_hints, exhausted_names_the_device_where_that_is_the_bound)
     }
 }
 
+/* A limit that was lowered, a device that became smaller, and memory that lies on the host. */
+Test(step_hints, exhausted_says_that_more_is_in_use_than_there_may_be)
+{
+    static const struct {
+        size_t limit, capacity, overflow;
+        const char *said;
+    } rows[] = {
+        {MIB(2), MIB(64), 0, "; limit 2.00 MiB, but 8.00 MiB were in use before the step; "},
+        {0, MIB(4), 0, "; the device has 4.00 MiB, but 8.00 MiB were in use before the step; "},
+        {MIB(2), MIB(4), 0, "; limit 2.00 MiB, but 8.00 MiB were in use before the step; "},
+        {MIB(8), MIB(64), MIB(16), "; limit 8.00 MiB, but 16.0 MiB were in use before the step; "},
+        {MIB(8), MIB(64), 0, "; limit 8.00 MiB, of which 8.00 MiB were in use before the step; "},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        static struct trainer t;
+        rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
+        const rebatch_options options = limited_to(MIB(8));
+        void *held[2] = {NULL, NULL};
+        t = (struct trainer){.mistake = NONE};
+        host.overflow_bytes = rows[i].overflow;
+        OK(rebatch_device_open_host(&t.device, MIB(64), &host));
+        OK(rebatch_open(&t.rb, t.device, &options));
+        rebatch_pool *const pool = rebatch_get_pool(t.rb);
+        OK(rebatch_pool_alloc(&held[0], pool, MIB(8), NULL, 0));
+        OK(rebatch_pool_allow_overflow(pool, true));
+        if (rows[i].overflow)
+            OK(rebatch_pool_alloc(&held[1], pool, MIB(8), NULL, 0));
+        OK(rebatch_pool_allow_overflow(pool, false));
+        OK(rebatch_pool_set_limit(pool, rows[i].limit));
+        OK(rebatch_device_set_capacity(t.device, rows[i].capacity));
+        exhaust(&t);
+        expect_said(rows[i].said);
+        trainer_close(&t);
+    }
+}
+
 /* Whatever else ended the step. */
 Test(step_hints, exhausted_names_who_holds_what_grew)
 {
