@@ -4,9 +4,12 @@ python3 -m rebatch.snapshot BLOCKS.csv [EVENTS.csv] OUT.pickle
 """
 
 import csv
+import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 STATES = {
@@ -110,13 +113,41 @@ def read(blocks: str, events: str | None = None, *, device: int = 0) -> dict[str
     }
 
 
+def _is_no_snapshot(path: Path) -> bool:
+    """Whether something else is there, such as a file to read where OUT.pickle was forgotten."""
+    if not path.is_file():
+        return path.exists()
+    with path.open("rb") as file:
+        return file.read(1) not in (b"", pickle.PROTO)
+
+
+def _write_whole(path: Path, snapshot: dict[str, Any]) -> None:
+    """Beside the file, and renamed: whatever happens, the old one is there or the new."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as beside:
+        try:
+            pickle.dump(snapshot, beside)
+            beside.flush()
+            os.chmod(beside.name, 0o644)
+            os.replace(beside.name, path)
+        except BaseException:
+            os.unlink(beside.name)
+            raise
+
+
 def main(arguments: list[str]) -> int:
     """Convert the files that are named."""
     if len(arguments) not in (2, 3):
         print(__doc__, file=sys.stderr)
         return 2
-    with open(arguments[-1], "wb") as file:
-        pickle.dump(read(*arguments[:-1]), file)
+    out = Path(arguments[-1])
+    if _is_no_snapshot(out):
+        print(
+            f"{out} is there and is no pickle: expected OUT.pickle last, a new file or an older"
+            " snapshot",
+            file=sys.stderr,
+        )
+        return 2
+    _write_whole(out, read(*arguments[:-1]))
     return 0
 
 

@@ -127,3 +127,29 @@ def test_the_command_writes_what_pytorchs_viewer_reads(pool, tmp_path):
     assert "<script" in _memory_viz.trace_plot(taken)
     wrong = subprocess.run([sys.executable, snapshot.__file__, "one"], capture_output=True)
     assert wrong.returncode == 2 and b"BLOCKS.csv" in wrong.stderr
+
+
+def test_the_command_loses_no_file(pool, tmp_path):
+    use(pool)
+    blocks, events = save(pool, tmp_path)
+    notes, out = tmp_path / "notes", tmp_path / "out.pickle"
+    notes.write_text("kept")
+    snapshot.main([blocks, events, str(out)])
+    (link := tmp_path / "link").symlink_to(blocks)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for arguments, said in (
+        ([blocks, events], "EVENTS_CSV is there and is no pickle: expected OUT.pickle last"),
+        ([blocks, blocks], "is no pickle"),
+        ([blocks, events, blocks], "is no pickle"),
+        ([blocks, str(link)], "is no pickle"),
+        ([blocks, str(notes)], "is no pickle"),
+        ([blocks, str(tmp_path)], "is no pickle"),
+        ([str(tmp_path / "none.csv"), str(out)], "none.csv"),
+        ([events, str(out)], "segment"),  # blocks were expected
+    ):
+        command = [sys.executable, snapshot.__file__, *arguments]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode != 0 and said in result.stderr, result.stderr
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert snapshot.main([blocks, str(out)]) == 0  # an older snapshot
+    assert out.read_bytes() != before[out]
