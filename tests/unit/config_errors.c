@@ -425,6 +425,24 @@ Test(config_errors, files_that_cannot_be_read)
     }
 }
 
+/* Nobody has opened it to write, somebody has and wrote nothing, and one that a file includes. */
+Test(config_errors, a_pipe_with_nothing_in_it_is_not_waited_for)
+{
+    int ends[2];
+    char path[32], said[96];
+    cr_assert(mkfifo("pipe", 0600) == 0 && pipe(ends) == 0 && close(ends[1]) == 0);
+    (void)snprintf(path, sizeof path, "/dev/fd/%d", ends[0]);
+    (void)snprintf(said, sizeof said, "%s cannot be read: nobody writes to this pipe", path);
+    expect_failure("pipe", REBATCH_E_IO, "pipe cannot be read: nobody writes to this pipe");
+    expect_failure(path, REBATCH_E_IO, said);
+    config_write("t.cfg", "@include \"pipe\"\n");
+    expect_failure("t.cfg", REBATCH_E_IO,
+                   "t.cfg:1: pipe cannot be read: nobody writes to this pipe");
+    cr_assert(setenv("REBATCH_CONFIG", "pipe", 1) == 0);
+    expect_failure(NULL, REBATCH_E_IO, "pipe cannot be read: nobody writes to this pipe");
+    close(ends[0]);
+}
+
 Test(config_errors, a_long_path_shows_its_end)
 {
     char path[400];

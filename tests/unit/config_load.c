@@ -1,11 +1,14 @@
 /* Owns the tests of loading: every key from file and environment, who wins, options, device.
  * Must not know how values are read. Nothing here is random. */
 #include <criterion/criterion.h>
+#include <fcntl.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "config/settings.h"
@@ -251,6 +254,32 @@ Test(config_load, a_pipe_is_a_file)
     cr_expect(strcmp(config_value(config, "batch.start", NULL), "7") == 0);
     rebatch_config_free(config);
     close(ends[0]);
+}
+
+/* In its own time, of which each step is long for a reader that does not wait. */
+static void *write_slowly(void *unused)
+{
+    static const char *const parts[] = {"batch = {", " start = 7;", " };"};
+    struct timespec pause = {0, 30000000};
+    (void)nanosleep(&pause, NULL);
+    const int pipe = open("pipe", O_WRONLY);
+    for (size_t i = 0; i < 3; i++) {
+        (void)nanosleep(&pause, NULL);
+        (void)!write(pipe, parts[i], strlen(parts[i]));
+    }
+    (void)close(pipe);
+    return unused;
+}
+
+Test(config_load, a_pipe_is_read_however_late_it_is_written)
+{
+    pthread_t writer;
+    cr_assert(mkfifo("pipe", 0600) == 0);
+    cr_assert(pthread_create(&writer, NULL, write_slowly, NULL) == 0);
+    rebatch_config *config = load("pipe");
+    cr_expect(strcmp(config_value(config, "batch.start", NULL), "7") == 0);
+    rebatch_config_free(config);
+    cr_assert(pthread_join(writer, NULL) == 0);
 }
 
 Test(config_load, null_arguments)
