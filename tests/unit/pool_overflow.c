@@ -216,8 +216,8 @@ Test(pool_overflow, there_is_no_more_than_the_host_and_the_options_give)
     assert_refused(rebatch_pool_allow_overflow(NULL, true), REBATCH_E_INVALID, "pool");
 }
 
-/* Free pages that the pool holds in chunks, each larger than the hole that the request needs: a chunk
- * is made again in pieces, and the device has no memory for these any more. */
+/* Free pages that the pool holds in chunks, each larger than the hole that the request needs: a
+ * chunk is made again in pieces, and the device has no memory for these any more. */
 Test(pool_overflow, a_chunk_that_the_device_does_not_give_again_is_the_hosts)
 {
     for (size_t chunks = 0; chunks < 8; chunks++) {
