@@ -222,11 +222,12 @@ def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
     """What they occupy: storages in blocks of the allocator."""
+    from rebatch.torch.batches.kinds import plain_parts
     from rebatch.torch.undo.copies import own_part
 
     storages = {}
-    for tensor in tensors:
-        storage = own_part(tensor).untyped_storage()
+    for part in (part for tensor in tensors for part in plain_parts(own_part(tensor))):
+        storage = part.untyped_storage()
         storages[storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
     return sum(storages.values())
 

@@ -48,6 +48,9 @@ from torch._C import (
 from torch._C import (
     _GLIBCXX_USE_CXX11_ABI as USES_CXX11_ABI,
 )
+from torch._C import (
+    DisableTorchFunctionSubclass as base_functions,
+)
 from torch.cuda._utils import _get_device_index as get_device_index
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
@@ -79,6 +82,7 @@ __all__ = [
     "TorchDispatchMode",
     "USES_CXX11_ABI",
     "are_deterministic",
+    "base_functions",
     "chunk_cat",
     "default_device_context",
     "empty_parametrizations",
@@ -197,7 +201,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # Class: its attributes, in every version.
 ATTRIBUTES: Dict[str, Tuple[str, ...]] = {
     "torch.nn.Module": (*MODULE_TABLES, "_compiled_call_impl"),
-    "torch.Tensor": ("_version", "_post_accumulate_grad_hooks"),
+    "torch.Tensor": ("_version", "_post_accumulate_grad_hooks", "_indices", "_values"),
     "torch._ops.OpOverload": ("_schema",),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch.optim.Optimizer": ("_optimizer_step_pre_hooks",),

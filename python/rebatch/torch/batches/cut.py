@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Set, Tuple
 
 import torch
+
+from rebatch.torch.batches.kinds import Taking, is_array, lacks_memory, samples_of
+from rebatch.torch.session.oom import is_oom
 
 # Up to _FIELDS tensors of one form in a list are fields, as torch's DataLoader makes them.
 _FIELDS = 4
@@ -35,13 +39,8 @@ def _is_plain(batch: Any) -> bool:
     )
 
 
-def _is_array(value: Any) -> bool:
-    """A NumPy array, without an import of NumPy."""
-    return type(value).__module__ == "numpy" and hasattr(value, "shape")
-
-
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or _is_array(value)
+    return isinstance(value, torch.Tensor) or is_array(value)
 
 
 def _is_record(value: Any) -> bool:
@@ -66,7 +65,7 @@ def _has_tensor(value: Any) -> bool:
 def _form(value: Any) -> Any:
     """Samples in a list are of one form, and fields mostly not."""
     if _is_tensor(value):
-        return type(value), value.dtype, len(value.shape)
+        return type(value), value.dtype, value.ndim
     if isinstance(value, Mapping):
         return type(value), tuple(value)
     return type(value)
@@ -112,16 +111,11 @@ def _reads_samples(value: Any, reading: str) -> bool:
     return reading == _SAMPLE and _is_of_samples(value)
 
 
-def _dim_of(tensor: Any, dim: int) -> int:
-    """The dimension of the samples: the last one where there is no dimension `dim`."""
-    return min(dim, len(tensor.shape) - 1)
-
-
 def _counts(value: Any, name: str, reading: str, dim: int) -> Iterator[Tuple[str, int]]:
     """The name of each tensor in a batch, or list of samples, and how many samples it has."""
     if _is_tensor(value):
-        if len(value.shape):
-            yield name, int(value.shape[_dim_of(value, dim)])
+        if value.ndim:
+            yield name, samples_of(value, dim)
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _counts(part, f"{name}[{key!r}]", reading, dim)
@@ -158,15 +152,6 @@ def _lists_of(batch: Any, reading: str) -> List[Any]:
     return [values for member in members for values in _lists(member)]
 
 
-def _take(values: Any, spans: List[slice], dim: int) -> Any:
-    """Some spans of a tensor, one after another."""
-    parts = [values[(slice(None),) * dim + (span,)] for span in spans]
-    if len(parts) == 1:
-        return parts[0]
-    join = torch.cat if isinstance(values, torch.Tensor) else sys.modules["numpy"].concatenate
-    return join(parts, dim)
-
-
 def _take_entries(values: Any, spans: List[slice], length: int) -> Any:
     """A list without tensors has one entry for each sample, or is not about samples."""
     if len(values) != length:
@@ -174,33 +159,49 @@ def _take_entries(values: Any, spans: List[slice], length: int) -> Any:
     return functools.reduce(operator.add, (values[span] for span in spans))
 
 
-def _own_arrays(value: Any) -> Any:
-    """A part with copies of its NumPy arrays: nothing tells that an array was changed in place, so
-    a function that changes one must not reach the batch."""
-    if _is_array(value):
-        return value.copy()
-    if not _has_array(value):
-        return value
-    if isinstance(value, Mapping):
-        parts = {k: _own_arrays(v) for k, v in value.items()}
-        kind: Any = type(value)
+def _with_entries(value: Any, parts: Dict[Any, Any]) -> Any:
+    """A mapping of the same type. A class derived from dict may take other arguments."""
+    kind: Any = type(value)
+    if kind is dict or not isinstance(value, dict):
         return parts if kind is dict else kind(parts)
+    like = copy.copy(value)
+    for key, part in parts.items():
+        like[key] = part
+    return like
+
+
+def owned(value: Any, is_shared: Callable[[Any], bool]) -> Any:
+    """A part with copies of those of its tensors and arrays that must not reach the batch."""
+    if _is_tensor(value):
+        copied = value.clone if isinstance(value, torch.Tensor) else value.copy
+        return copied() if is_shared(value) else value
+    if not _has_shared(value, is_shared):
+        return value
+
+    def own(part: Any) -> Any:
+        return owned(part, is_shared)
+
+    if isinstance(value, Mapping):
+        return _with_entries(value, {k: own(v) for k, v in value.items()})
     if _is_record(value):
         names = (f.name for f in dataclasses.fields(value) if f.init)
-        return dataclasses.replace(value, **{n: _own_arrays(getattr(value, n)) for n in names})
+        return dataclasses.replace(value, **{n: own(getattr(value, n)) for n in names})
     if hasattr(value, "_fields"):
-        return type(value)(*map(_own_arrays, value))
-    return type(value)(map(_own_arrays, value))
+        return type(value)(*map(own, value))
+    return type(value)(map(own, value))
 
 
-def _has_array(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return False
+def _has_shared(value: Any, is_shared: Callable[[Any], bool]) -> bool:
+    def has(part: Any) -> bool:
+        return _has_shared(part, is_shared)
+
+    if _is_tensor(value):
+        return is_shared(value)
     if isinstance(value, Mapping):
-        return any(map(_has_array, value.values()))
+        return any(map(has, value.values()))
     if _is_record(value):
-        return any(_has_array(getattr(value, f.name)) for f in dataclasses.fields(value))
-    return _is_array(value) or isinstance(value, (list, tuple)) and any(map(_has_array, value))
+        return any(has(getattr(value, f.name)) for f in dataclasses.fields(value))
+    return isinstance(value, (list, tuple)) and any(map(has, value))
 
 
 class Cuts(Protocol):
@@ -248,7 +249,7 @@ class Cut:
             return self._length(batch)
         if _is_plain(batch) and not self.dim:
             self._reading = _FIELD
-            lengths = {len(tensor) for tensor in batch}
+            lengths: Set[int] = {tensor.size(0) for tensor in batch}
             if len(lengths) == 1 and 0 not in lengths:
                 return lengths.pop()
         counts = {r: list(_counts(batch, "batch", r, self.dim)) for r in self._readings(batch)}
@@ -297,10 +298,15 @@ class Cut:
         if self._slice:
             part = self._slice(batch, first, count)
         elif _is_plain(batch) and not self.dim:
-            return tuple([tensor[first : first + count] for tensor in batch])
+            try:
+                return tuple([tensor[first : first + count] for tensor in batch])
+            except (RuntimeError, NotImplementedError):  # a tensor of another kind
+                return self._taken(batch, [slice(first, first + count)], length)
         else:
-            part = self._part(batch, [slice(first, first + count)], length, self._reading)
-        return _own_arrays(part) if "numpy" in sys.modules else part
+            part = self._taken(batch, [slice(first, first + count)], length)
+        # Nothing tells that an array was changed in place, so who changes one must not reach the
+        # batch.
+        return owned(part, is_array) if "numpy" in sys.modules else part
 
     def arranged(self, batch: Any, spans: List[Tuple[int, int]], length: int) -> Any:
         """A batch of some spans (first, count) of the samples of another, one after another. None
@@ -310,20 +316,25 @@ class Cut:
         if self._slice:
             return None
         slices = [slice(first, first + count) for first, count in spans]
-        return self._part(batch, slices, length, self._reading)
+        return self._taken(batch, slices, length)
 
-    def _part(self, batch: Any, spans: List[slice], length: int, reading: str) -> Any:
+    def _taken(self, batch: Any, spans: List[slice], length: int) -> Any:
+        take = Taking(spans, self.dim)
+        try:
+            return self._part(batch, take, length, self._reading)
+        except Exception as error:
+            if is_oom(error):
+                raise
+            raise ValueError(_why_uncut(batch, take, error, self._otherwise)) from error
+
+    def _part(self, batch: Any, take: Taking, length: int, reading: str) -> Any:
         def cut(value: Any) -> Any:
-            return self._part(value, spans, length, _inner(reading))
+            return self._part(value, take, length, _inner(reading))
 
         if _is_tensor(batch):
-            if not len(batch.shape):
-                return batch
-            return _take(batch, spans, _dim_of(batch, self.dim))
+            return take(batch) if batch.ndim else batch
         if isinstance(batch, Mapping):
-            parts = {k: cut(v) for k, v in batch.items()}
-            kind: Any = type(batch)
-            return parts if kind is dict else kind(parts)
+            return _with_entries(batch, {k: cut(v) for k, v in batch.items()})
         if _is_record(batch):
             fields = (f.name for f in dataclasses.fields(batch) if f.init)
             parts = {name: cut(getattr(batch, name)) for name in fields}
@@ -333,8 +344,27 @@ class Cut:
         if isinstance(batch, (list, tuple)):
             if _has_tensors(batch) and not _reads_samples(batch, reading):
                 return type(batch)(cut(v) for v in batch)
-            return _take_entries(batch, spans, length)
+            return _take_entries(batch, take.spans, length)
         return batch
+
+
+def _why_uncut(batch: Any, take: Taking, error: Exception, otherwise: str) -> str:
+    """What to write where a part of a batch could not be made."""
+    for name, tensor in batch_tensors(batch):
+        try:
+            take(tensor)
+        except Exception:
+            if lacks_memory(tensor):
+                return (
+                    f"rebatch: {name} has no memory: loss_fn has freed it, and with it the samples "
+                    "that have not run yet: expected it to free that of a copy"
+                )
+            what = f"{name}, a {type(tensor).__name__} of layout {tensor.layout}"
+            break
+    else:
+        what = f"the batch, a {type(batch).__name__}"
+    why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"rebatch: {what}, cannot be cut ({why}): expected other tensors{otherwise}"
 
 
 def cut_of(options: dict[Any, Any]) -> Cut:

@@ -8,6 +8,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
+from rebatch.torch.batches.kinds import joined, samples_of
 
 _Part = Tuple[int, Any]  # samples, and the result for them
 
@@ -89,7 +90,8 @@ class _Joiner:
                 f"rebatch: the model returned a scalar{_at(where)}: expected tensors with a "
                 "dimension of the samples"
             )
-        found = [d for d in range(first.dim()) if self._is_of_samples(seen, d)]
+        dims = 1 if first.is_nested else first.dim()
+        found = [d for d in range(dims) if self._is_of_samples(seen, d)]
         if not found:
             raise ValueError(
                 f"rebatch: the model returned a tensor of shape {tuple(first.shape)}{_at(where)} "
@@ -106,11 +108,11 @@ class _Joiner:
                 f"for {self._counts[0]} samples, whose dimensions {found[0]} and {found[1]} may "
                 "both be that of the samples: expected batch_dim, which says it"
             )
-        return torch.cat(results, found[0])
+        return joined(results, found[0])
 
     def _is_of_samples(self, seen: List[torch.Tensor], dim: int) -> bool:
         return all(
-            t.dim() == seen[0].dim() and t.shape[dim] == count
+            t.dim() == seen[0].dim() and samples_of(t, dim) == count
             for t, count in zip(seen, self._counts)
         )
 

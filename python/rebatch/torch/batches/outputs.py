@@ -6,6 +6,8 @@ from typing import Any, List, Tuple
 
 import torch
 
+from rebatch.torch.batches.kinds import joined as joined_tensors
+
 
 class Sum:
     """Beside a loss: a value that is summed over the micro-batches of a batch::
@@ -97,7 +99,7 @@ def joined(values: List[Any], name: str = "the value beside the loss") -> Any:
             total = total + value.value
         return total
     if isinstance(first, torch.Tensor):
-        return torch.cat(values) if len(values) > 1 else first
+        return joined_tensors(values)
     if isinstance(first, list):
         return [entry for value in values for entry in value]
     return None

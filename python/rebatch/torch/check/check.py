@@ -9,6 +9,7 @@ from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch.torch.batches.kinds import plain_parts
 from rebatch.torch.batches.switched_off import (
     BATCH_NORM,
     DROPOUT,
@@ -468,13 +469,20 @@ class _Checker:
         return False
 
 
+def _are_plain_close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point() or not tolerance:
+        return torch.equal(a, b)
+    return float((a - b).norm()) <= tolerance * max(float(a.norm()), float(b.norm()))
+
+
 def _is_close(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not a.is_floating_point() or not tolerance:
-            return torch.equal(a, b)
-        return float((a - b).norm()) <= tolerance * max(float(a.norm()), float(b.norm()))
+        mine, others = plain_parts(a), plain_parts(b)
+        return len(mine) == len(others) and all(
+            _are_plain_close(x, y, tolerance) for x, y in zip(mine, others)
+        )
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(_is_close(x, y, tolerance) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):

@@ -17,6 +17,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 import torch
 
 from rebatch.torch.batches.cut import batch_tensors
+from rebatch.torch.batches.kinds import are_same
+from rebatch.torch.undo.copies import copy_of, put_back
 from rebatch.torch.undo.generators import functions_of, is_same_state, seed_generator
 from rebatch.torch.undo.module_tree import Tree, is_data, names_of, put_back_contents, walk
 
@@ -47,22 +49,12 @@ def _is_state(value: Any) -> bool:
 def _copy(value: Any, depth: int = 4) -> Any:
     """To be compared; deep enough for what is told by it."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return copy_of(value)
     if depth and isinstance(value, dict):
         return {k: _copy(v, depth - 1) for k, v in value.items()}
     if depth and isinstance(value, (list, tuple, collections.deque)):
         return [_copy(v, depth - 1) for v in value]
     return set(value) if isinstance(value, set) else value
-
-
-def _is_same_tensor(value: torch.Tensor, copy: Any) -> bool:
-    if not isinstance(copy, torch.Tensor) or value.shape != copy.shape:
-        return False
-    if value.dtype != copy.dtype or value.layout != copy.layout:
-        return False
-    if value.layout != torch.strided:
-        return torch.equal(value.detach().to_dense(), copy.to_dense())
-    return bool(torch.equal(value, copy) or torch.allclose(value, copy, 0, 0, equal_nan=True))
 
 
 def _is_same_number(value: Any, other: Any) -> bool:
@@ -79,17 +71,15 @@ class _Kept:
         self._contents: Dict[int, Any] = {}
         tensors: List[torch.Tensor] = []
         self.is_whole = walk(value, self._contents, tensors, [])
-        self._copies = {id(t): (t, t.detach().clone()) for t in tensors}
+        self._copies = {id(t): (t, copy_of(t)) for t in tensors}
 
     @torch.no_grad()
     def restore(self) -> None:
         put_back_contents(self._contents)
         for tensor, copy in self._copies.values():
             # By the contents: BatchNorm and kernels of one's own leave a tensor's version.
-            if tensor.shape != copy.shape:
-                tensor.data = copy.clone()
-            elif not _is_same_tensor(tensor, copy):
-                tensor.copy_(copy)
+            if copy is not None and not are_same(tensor, copy):
+                put_back(tensor, copy)
 
     def is_same(self, now: Any) -> bool:
         """Whether a value is what this one was."""
@@ -97,7 +87,8 @@ class _Kept:
 
     def _is_same(self, now: Any, then: Any, seen: set[Any]) -> bool:
         if isinstance(then, torch.Tensor):
-            return isinstance(now, torch.Tensor) and _is_same_tensor(now, self._copies[id(then)][1])
+            copy = self._copies[id(then)][1]
+            return isinstance(now, torch.Tensor) and (copy is None or are_same(now, copy))
         if id(then) not in self._contents:
             return _is_same_number(now, then)
         if id(then) in seen:

@@ -14,7 +14,7 @@ import torch
 from rebatch._library import Event
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
-from rebatch.torch.batches.cut import Cut
+from rebatch.torch.batches.cut import Cut, owned
 from rebatch.torch.batches.outputs import split_result
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch.program.update import Update
@@ -156,7 +156,8 @@ class Running:
 
     def part(self, first: int, count: int) -> Any:
         """These samples."""
-        return self.program.cut.part(self.batch, first, count, self.samples)
+        part = self.program.cut.part(self.batch, first, count, self.samples)
+        return owned(part, torch.is_tensor) if self.undo.frees_batch else part
 
     def with_rest(self, first: int, count: int) -> int:
         """How many samples the micro-batch of `count` runs; 0: they ran with those before it."""

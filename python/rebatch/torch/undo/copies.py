@@ -7,9 +7,11 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from rebatch.torch.private import foreach_copy_
+from rebatch.torch.batches.kinds import bytes_of, give_memory, is_plain, lacks_memory
+from rebatch.torch.private import base_functions, foreach_copy_
 from rebatch.torch.session.oom import is_oom
 
+_USUAL = (torch.Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -17,6 +19,42 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that this rank has of a DTensor; another tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    """Whether it is copied in a list with others; else by what its own class does."""
+    return type(tensor) in _USUAL and is_plain(tensor)
+
+
+def copy_of(tensor: torch.Tensor, is_on_host: bool = False) -> Optional[torch.Tensor]:
+    """None where it cannot be written, its class has no copies, or there is nothing to be copied.
+    In host memory also where its device is full."""
+    with base_functions(), torch.no_grad():
+        try:
+            if lacks_memory(tensor) or not _can_be_written(tensor):
+                return None
+            own = tensor.detach()
+            return own.to("cpu", copy=True) if is_on_host else own.clone()
+        except Exception as error:
+            if not is_oom(error):
+                return None
+            if is_on_host:
+                raise
+    return copy_of(tensor, is_on_host=True)
+
+
+def put_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    """The contents of a copy, in memory that the tensor may lack."""
+    part = own_part(tensor)
+    with base_functions(), torch.no_grad():
+        _make_alike(part, copy)
+        part.copy_(copy)
+
+
+def _make_alike(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    if is_plain(tensor) and tensor.shape != copy.shape:  # it was resized
+        tensor.data = copy.to(tensor.device, copy=True)
+    give_memory(tensor)
 
 
 def memory_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,11 +72,9 @@ def _is_for(memory: torch.Tensor, tensor: Optional[torch.Tensor]) -> bool:
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
-    """An expanded tensor cannot, and an inference tensor cannot outside of inference mode."""
-    is_expanded = (
-        any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride()))
-        if (tensor.layout == torch.strided)
-        else False
+    """An expanded tensor cannot, nor an inference tensor outside of inference mode."""
+    is_expanded = is_plain(tensor) and any(
+        n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride())
     )
     return not (is_expanded or tensor.is_inference())
 
@@ -52,11 +88,12 @@ class Copies:
         # Tensors and their copies, by kind: PyTorch copies a list by few kernels where all of it
         # has one type.
         self._kinds: List[Tuple[List[torch.Tensor], List[torch.Tensor]]] = []
+        self._others: List[Tuple[torch.Tensor, torch.Tensor]] = []  # of kinds without such lists
         self._known: set[int] = set()
 
     def save(self, tensors: Dict[Any, torch.Tensor]) -> None:
         """A dict that was given before has the tensors that it had."""
-        if tensors is not self._given:
+        if tensors is not self._given or self._others:
             self._prepare(tensors)
         try:
             self._copy(to_tensors=False)
@@ -67,10 +104,15 @@ class Copies:
     def _prepare(self, tensors: Dict[Any, torch.Tensor]) -> None:
         """Make memory for these, and give that of others back."""
         parts = {key: own_part(tensor) for key, tensor in tensors.items()}
-        memory = {k: m for k, m in self._memory.items() if _is_for(m, parts.get(k))}
+        usual = {key: part for key, part in parts.items() if _is_usual(part)}
+        others = {key: copy_of(part) for key, part in parts.items() if key not in usual}
+        self._others = [(parts[key], made) for key, made in others.items() if made is not None]
+        memory = {k: m for k, m in self._memory.items() if _is_for(m, usual.get(k))}
         kinds: Dict[Any, Tuple[List[torch.Tensor], List[torch.Tensor]]] = {}
-        known = set()
-        for key, tensor in parts.items():
+        known = {id(tensors[key]) for key, made in others.items() if made is not None}
+        for key, tensor in usual.items():
+            if lacks_memory(tensor):
+                continue
             if key not in memory:
                 if not _can_be_written(tensor):
                     continue
@@ -92,9 +134,10 @@ class Copies:
     def restore(self) -> None:
         for own, copies in self._kinds:
             for tensor, saved in zip(own, copies):
-                if tensor.shape != saved.shape:  # it was resized
-                    tensor.data = saved.to(tensor.device, copy=True)
+                _make_alike(tensor, saved)
         self._copy(to_tensors=True)
+        for tensor, saved in self._others:
+            put_back(tensor, saved)
 
     def has(self) -> set[int]:
         """The ids of the tensors."""
@@ -106,17 +149,19 @@ def copies_on_host(
 ) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """(tensor, copy of its own_part() in host memory) of the smallest of some, each once."""
     made, left = [], most_bytes
-    each = {id(t): t for t in tensors if _can_be_written(own_part(t))}.values()
-    for tensor in sorted(each, key=lambda t: own_part(t).nbytes):
-        part = own_part(tensor)
-        left -= part.nbytes
+    each = {id(t): (t, bytes_of(own_part(t))) for t in tensors}.values()
+    for tensor, size in sorted(each, key=lambda t: t[1]):
+        left -= size
         if left < 0:
             break
         try:
-            made.append((tensor, part.detach().to("cpu", copy=True)))
+            copy_on_host = copy_of(own_part(tensor), is_on_host=True)
         except Exception as error:
             if not is_oom(error):
                 raise
+            continue
+        if copy_on_host is not None:
+            made.append((tensor, copy_on_host))
     return made
 
 
@@ -151,7 +196,8 @@ def lazy_sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[torch.Tensor]
     known."""
     try:
         parts = map(own_part, tensors)
-        return [_sum_of(t) if t.layout == torch.strided else None for t in parts]
+        with base_functions():
+            return [_sum_of(t) if is_plain(t) else None for t in parts]
     except Exception as error:  # of tensors that are none of PyTorch's own, or out of memory
         if not (is_oom(error) or isinstance(error, (RuntimeError, TypeError, KeyError))):
             raise

@@ -22,12 +22,14 @@ from rebatch import _library as c
 from rebatch._library import GuardPoint
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.batches.cut import batch_tensors
+from rebatch.torch.batches.kinds import lacks_memory
 from rebatch.torch.undo.copies import (
     Copies,
     copied,
     copies_on_host,
     lazy_sums_of,
     own_part,
+    put_back,
     read_sums,
     sums_of,
 )
@@ -57,9 +59,13 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What changes with the tensor's contents."""
     part = own_part(tensor)  # whose version is its own
     try:
-        return tensor._version + part._version, part.data_ptr()
-    except RuntimeError:  # it has none: one of inference mode, or without memory
+        version = tensor._version + part._version
+    except RuntimeError:  # one of inference mode has none
         return 0, 0
+    try:
+        return version, part.data_ptr()
+    except (RuntimeError, NotImplementedError):  # its contents lie in other tensors
+        return version, 0
 
 
 class _Look:
@@ -226,6 +232,7 @@ class Undo:
         self._copies_first = copies_first
         self._given: Any = ()
         self._batch: List[Tuple[str, torch.Tensor]] = []
+        self.frees_batch = False  # loss_fn takes memory of the batch away: it is to get copies
         self._is_training = True
         # What was seen to change: in place, in the batch, and entries that are others.
         self._known: Dict[tuple[Any, ...], Place] = {}
@@ -267,6 +274,8 @@ class Undo:
         if self.tree.refresh():  # of new modules nothing is known
             self._know_nothing()
         self._given, self._batch = batch, []
+        if self.frees_batch:
+            self._known_in_batch.clear()  # it is not reached any more
         if self._known_in_batch:
             self._find_batch()
         self._is_training, self._has_failed, self._now = is_training, False, None
@@ -423,7 +432,7 @@ class Undo:
         self._end_watch()
         if has_failed and (look is None or look.sums is None):
             self._is_suspect, self._was_seen = True, look is not None
-        changed = look.changed() if look else []
+        changed = unique(look.changed() + self._freed_of_batch()) if look else []
         copies = self._copies[point]
         lost = self._put_back_first(point, changed)
         self.put_back(point)
@@ -437,6 +446,12 @@ class Undo:
             names = self._know_all(look, changed)
             self._tell(names, {id(t) for t in lost})
 
+    def _freed_of_batch(self) -> List[torch.Tensor]:
+        """What has lost its memory, and with it samples that have not run yet."""
+        freed = [tensor for _, tensor in self._batch if lacks_memory(tensor)]
+        self.frees_batch |= bool(freed)
+        return freed
+
     def _put_back_first(self, point: int, changed: List[torch.Tensor]) -> List[torch.Tensor]:
         """From the copies on the host, where there is no other. Returns those without any."""
         saved = self._copies[point].has()
@@ -444,10 +459,9 @@ class Undo:
         if point != GuardPoint.STEP:
             for known in self._known_tensors():  # it had changed since then
                 first.pop(id(known), None)
-        with torch.no_grad():
-            for tensor in changed:
-                if id(tensor) in first:
-                    _put_back(tensor, first[id(tensor)])
+        for tensor in changed:
+            if id(tensor) in first:
+                put_back(tensor, first[id(tensor)])
         return [t for t in changed if id(t) not in first and id(t) not in saved]
 
     def put_back(self, point: int) -> None:
@@ -473,6 +487,7 @@ class Undo:
         if before is None:
             return
         self._know_all(before, self._watched())
+        self._put_back_first(GuardPoint.ATTEMPT, self._freed_of_batch())
         now = self._now = _Look(self.tree.take(), self._batch, before.sums is not None)
         was_suspect, self._is_suspect = self._is_suspect, False
         self._unknown.discard(self._is_training)
@@ -577,11 +592,3 @@ class Undo:
                     now[id(t)] if id(t) in now and then[id(t)] == mark else mark
                     for t, mark in zip(look.tensors, look.marks)
                 ]
-
-
-def _put_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
-    tensor = own_part(tensor)
-    if tensor.shape == copy.shape:
-        tensor.copy_(copy)
-    else:
-        tensor.data = copy.to(tensor.device, copy=True)
