@@ -36,13 +36,15 @@ def is_own(package: str) -> bool:
 
 class _AreObjects(dict[type, bool]):
     """Whether a type is a class of the program with attributes, and neither a module nor a
-    function."""
+    function; or one of PyTorch's schedulers, which others hold."""
 
     def __missing__(self, kind: type) -> bool:
         skipped = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType)
         package = (getattr(kind, "__module__", None) or "builtins").split(".")[0]
         is_container = issubclass(kind, (list, dict, tuple, set))
-        self[kind] = not issubclass(kind, skipped) and not is_container and is_own(package)
+        is_scheduler = issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+        is_looked_at = is_scheduler or is_own(package)
+        self[kind] = not issubclass(kind, skipped) and not is_container and is_looked_at
         return self[kind]
 
 
@@ -50,7 +52,7 @@ _are_objects = _AreObjects()
 
 
 def is_object(value: Any) -> bool:
-    """Of a class of the program that is no module and no container."""
+    """Of a class of the program that is no module and no container, or a scheduler."""
     return _are_objects[type(value)]
 
 

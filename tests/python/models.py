@@ -123,10 +123,10 @@ def fails_above(loss_fn, largest, where="forward"):
 
 
 class Unseen:
-    """A list for what a test notes in each attempt. It has no __dict__, so a Step does not see it,
-    and what is noted in an attempt that failed stays."""
+    """A list for what a test notes in each attempt. It says that it is of an installed package, so
+    a Step does not see it, and what is noted in an attempt that failed stays."""
 
-    __slots__ = ("_values",)
+    __module__ = "torch"
 
     def __init__(self, *values):
         self._values = list(values)

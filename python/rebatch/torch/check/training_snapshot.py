@@ -18,9 +18,15 @@ import torch
 
 from rebatch.torch.batches.cut import batch_tensors
 from rebatch.torch.batches.kinds import are_same
+from rebatch.torch.undo.contents import contents_of, is_data, put_back_contents, walk
 from rebatch.torch.undo.copies import copy_of, put_back
-from rebatch.torch.undo.generators import functions_of, is_same_state, seed_generator
-from rebatch.torch.undo.module_tree import Tree, is_data, names_of, put_back_contents, walk
+from rebatch.torch.undo.generators import (
+    functions_of,
+    is_generator,
+    is_same_state,
+    seed_generator,
+)
+from rebatch.torch.undo.module_tree import Tree, names_of
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -94,16 +100,18 @@ class _Kept:
         if id(then) in seen:
             return True
         seen.add(id(then))
-        entries = self._contents[id(then)][1]
-        if type(now) is not type(then) or len(now) != len(entries):
+        if type(now) is not type(then):
             return False
-        if isinstance(then, dict):
-            return list(now) == list(entries) and all(
-                self._is_same(v, entries[k], seen) for k, v in now.items()
+        held, entries = contents_of(now), self._contents[id(then)][1]
+        if is_generator(then):
+            return is_same_state(held, entries)
+        if isinstance(entries, set) or len(held) != len(entries):
+            return bool(held == entries)
+        if isinstance(entries, dict):
+            return list(held) == list(entries) and all(
+                self._is_same(v, entries[k], seen) for k, v in held.items()
             )
-        if isinstance(then, set):
-            return bool(now == entries)
-        return all(self._is_same(a, b, seen) for a, b in zip(now, entries))
+        return all(self._is_same(a, b, seen) for a, b in zip(held, entries))
 
 
 # ---- the places of a training ----

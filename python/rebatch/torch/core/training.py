@@ -392,7 +392,9 @@ def training_of(
     def changed_by_updates() -> List[torch.nn.Parameter]:
         return ranks.window.trained() if ranks and ranks.window else program.update.parameters
 
-    undo = Undo(named_modules(model), parts, changed_by_updates)
+    undo = Undo(
+        named_modules(model), parts, changed_by_updates, updated_by=program.update.named_parts()
+    )
     told = Told(
         program.functions_that_run,
         lambda: undo.handled() | program.handled(),

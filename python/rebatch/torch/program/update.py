@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from rebatch.torch.program.double_updates import own_step, step_scheduler, warn_of_scheduler
 from rebatch.torch.undo.copies import own_part
+from rebatch.torch.undo.contents import is_same_dict
 from rebatch.torch.undo.module_tree import unique
 
 # Tensors of a parameter's size that an optimizer of PyTorch keeps from its first step on.
@@ -214,7 +215,8 @@ class Update:
         if clip is not None:
             check_above_zero("clip", clip, "a norm")
         self.scaler, self.clip = scaler, clip
-        self._group_counts: Dict[int, List[int]] = {}  # of the optimizers, at the points of guards
+        # Groups of each optimizer and what they have, at the points of guards.
+        self._groups: Dict[int, List[Tuple[Any, List[Tuple[Any, Any]]]]] = {}
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
@@ -224,16 +226,33 @@ class Update:
         self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
 
     def save(self, point: int) -> None:
-        """Before an attempt."""
-        self._group_counts[point] = [len(o.param_groups) for o in self.optimizers]
+        """Before an attempt. Calls no function: it runs in each step."""
+        self._groups[point] = [
+            (o.param_groups, [(group, {**group}) for group in o.param_groups])
+            for o in self.optimizers
+        ]
 
     def succeeded(self) -> None:
-        """Groups that an attempt has added stay."""
+        """What an attempt has changed there stays."""
 
     def restore(self, point: int) -> None:
-        """After one that failed: groups that it added are gone."""
-        for optimizer, count in zip(self.optimizers, self._group_counts[point]):
-            del optimizer.param_groups[count:]
+        """After one that failed."""
+        for groups, saved in self._groups[point]:
+            groups[:] = [group for group, _ in saved]
+            for group, entries in saved:
+                if not is_same_dict(group, entries):
+                    group.clear()
+                    group.update(entries)
+
+    def named_parts(self) -> List[Tuple[str, Any]]:
+        """The optimizers, schedulers and scaler, by name."""
+        parts = {"optimizer": self.optimizers, "lr_scheduler": self.schedulers}
+        found = [
+            (name if len(each) == 1 else f"{name}[{i}]", part)
+            for name, each in parts.items()
+            for i, part in enumerate(each)
+        ]
+        return found if self.scaler is None else [*found, ("scaler", self.scaler)]
 
     @property
     def reads_gradients(self) -> bool:

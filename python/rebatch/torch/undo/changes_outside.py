@@ -22,7 +22,8 @@ import torch
 from rebatch._library import GuardPoint
 from rebatch._user_code import is_object, user_stacklevel
 from rebatch.torch.undo.generators import functions_of
-from rebatch.torch.undo.module_tree import ATOMS, names_of
+from rebatch.torch.undo.contents import ATOMS
+from rebatch.torch.undo.module_tree import names_of
 
 # Entries of a container that are looked at, beside its length.
 _MOST_ENTRIES = 64

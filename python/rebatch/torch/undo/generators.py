@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import warnings
@@ -18,6 +19,22 @@ Functions = Tuple[Callable[[], Any], Callable[[Any], Any]]  # to get and to set 
 def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
     """The CUDA devices of some tensors, each once."""
     return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
+
+
+@functools.lru_cache(maxsize=None)
+def _makes_generators(kind: Any) -> bool:
+    """By the class alone: an object may answer to every name."""
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return not issubclass(kind, random.SystemRandom)
+    return kind.__module__.startswith("numpy.random") and (
+        hasattr(kind, "bit_generator") or kind.__name__ == "RandomState"
+    )
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers with a state."""
+    kind: Any = type(value)
+    return _makes_generators(kind)
 
 
 def functions_of(generator: Any) -> Functions:

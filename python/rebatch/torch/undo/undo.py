@@ -33,17 +33,8 @@ from rebatch.torch.undo.copies import (
     read_sums,
     sums_of,
 )
-from rebatch.torch.undo.module_tree import (
-    MISSING,
-    MOST_ENTRIES,
-    Contents,
-    Held,
-    Place,
-    Tree,
-    put_back_contents,
-    unique,
-    walk,
-)
+from rebatch.torch.undo.contents import MISSING, MOST_ENTRIES, Contents, put_back_contents, walk
+from rebatch.torch.undo.module_tree import Held, Place, Tree, unique
 
 # Steps of each mode, training or evaluation, in which everything is looked at.
 _LOOKS = 3
@@ -190,6 +181,12 @@ def _has_hook(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def _zeroes_more(part: Any) -> bool:
+    """Whether it is an optimizer that clears more than gradients, such as those in an attribute."""
+    zero_grad = getattr(type(part), "zero_grad", torch.optim.Optimizer.zero_grad)
+    return zero_grad is not torch.optim.Optimizer.zero_grad
+
+
 def _parameters_of(part: Any) -> List[torch.Tensor]:
     """Of an optimizer; another object has none."""
     groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
@@ -208,7 +205,8 @@ def _differ(a: Optional[int], b: Optional[int]) -> bool:
 class Undo:
     """Saves and restores, at the points of a session's guards, what a step's modules hold, the
     tensors of its batch, and `state`: tensors, modules, and objects with a state_dict(), by
-    name. trained() gives the parameters that an update changes. Without copies_first, what changes
+    name. And what optimizers and schedulers, updated_by, hold beside what an update changes.
+    trained() gives the parameters that an update changes. Without copies_first, what changes
     in place in the first attempt of all has no copy, buffers excepted."""
 
     def __init__(
@@ -217,10 +215,11 @@ class Undo:
         state: Sequence[Tuple[str, Any]] = (),
         trained: Callable[[], Sequence[torch.Tensor]] = tuple,
         copies_first: bool = True,
+        updated_by: Sequence[Tuple[str, Any]] = (),
     ):
         self._trained = trained
         own = [(name, part) for name, part in state if isinstance(part, torch.nn.Module)]
-        self.tree = Tree([*modules, *own])
+        self.tree = Tree([*modules, *own], updated_by)
         self.compares_contents = True  # by sums, where changes may leave no other trace
         self._own_modules = [module for _, module in own]
         self._own_tensors = {name: part for name, part in state if isinstance(part, torch.Tensor)}
@@ -238,12 +237,15 @@ class Undo:
         self._known: Dict[tuple[Any, ...], Place] = {}
         self._known_in_batch: Set[str] = set()
         self._moving: Dict[tuple[Any, ...], Place] = {}
+        # Tensors beside trained parameters, which may be gradients: of the first attempt.
+        self._beside: List[Place] = []
         # What is saved at each point.
         self._copied: Dict[Any, torch.Tensor] = {}
         self._buffers: List[int] = []  # the ids of those that are in it, where it has nothing else
         self._memory: Dict[int, Copies] = {point: Copies() for point in GuardPoint}
         self._copies = dict(self._memory)
-        self._is_fresh = False  # nothing ran since the step was saved
+        self._is_fresh = False  # nothing ran since the step was saved that changes what is saved
+        self._may_zero = any(map(_zeroes_more, (part for _, part in updated_by)))
         self._looks: Dict[int, _Look] = {}  # where everything is looked at
         self._entries: Dict[int, _Entries] = {}
         self._flags: Optional[_Flags] = None  # where it is not
@@ -341,7 +343,7 @@ class Undo:
     # ---- what is copied ----
 
     def _know(self, place: Place) -> None:
-        self._known[id(place.table), place.key, place.path] = place
+        self._known[place.at] = place
 
     def _find_copied(self) -> None:
         buffers = list(itertools.chain.from_iterable(map(dict.values, self.tree.buffers)))
@@ -358,6 +360,7 @@ class Undo:
         tensors.update(self._own_tensors)
         for i, part in enumerate(self._objects):
             tensors.update({(i, j): p for j, p in enumerate(_parameters_of(part))})
+        tensors.update((place.at, place.tensor()) for place in self._beside)
         tensors.update((key, place.tensor()) for key, place in self._known.items())
         tensors.update((name, t) for name, t in self._batch if name in self._known_in_batch)
         self._copied = {key: t for key, t in tensors.items() if t is not None}
@@ -373,9 +376,10 @@ class Undo:
 
     def save(self, point: int) -> None:
         self._looks.pop(point, None)
-        if point == GuardPoint.STEP:
+        if point == GuardPoint.STEP or self._may_zero:
             self._now = None
-        is_fresh, self._is_fresh = self._is_fresh, point == GuardPoint.STEP
+        is_fresh = self._is_fresh
+        self._is_fresh = point == GuardPoint.STEP and not self._may_zero
         if is_fresh and not self.is_looking:
             self._save_as_step(point)
             return
@@ -418,6 +422,9 @@ class Undo:
         look = self._now
         held = self.tree.take() if look is None else look.held
         self._find_batch()
+        if self._is_training in self._unknown:
+            trained = {id(t) for t in self._trained()}
+            self._beside = list(held.beside(self.tree.prefixes(), trained))
         self._find_copied()  # of hidden modules too, which take() finds
         if look is None or (compares and look.sums is None):
             look = _Look(held, self._batch, compares)
@@ -496,7 +503,8 @@ class Undo:
         self._moving.update({(id(p.table), p.key): p for p in moved})
         changed = before.changed(now)
         known = self._copies[GuardPoint.ATTEMPT].has()
-        if any(id(t) not in known for t in changed):
+        if self._beside or any(id(t) not in known for t in changed):
+            self._beside = []
             names = self._know_all(before, changed)
             if was_suspect:
                 lost = before.unmarked(now) if self._was_seen else changed
