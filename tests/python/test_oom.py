@@ -22,6 +22,11 @@ OOMS = (
     RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("HIP error: out of memory\nHIP kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("hipErrorOutOfMemory"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 0 bytes, other allocations: 1 GiB)"),
+    RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
     RuntimeError("NCCL Error 1: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
@@ -113,6 +118,8 @@ def test_ambiguous_texts_are_ooms_where_the_gpu_is_full(monkeypatch):
         "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSgetrf(...)`",
         "cuFFT error: CUFFT_INTERNAL_ERROR",
         "!handles_.at(i) INTERNAL ASSERT FAILED",
+        "CUDA driver error: device not ready",
+        "CUDA error: unrecognized error code",
         "CUDA error: shared object initialization failed",
         "CUDA error: operation failed due to a previous error during capture",
     ),

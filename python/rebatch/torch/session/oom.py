@@ -18,14 +18,21 @@ _TEXTS = (
     "CUDA out of memory.",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
+    "HIP error: out of memory",
+    "MPS backend out of memory",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU
     "Triton Error [CUDA]: out of memory",
     "cudaErrorMemoryAllocation",
     "CUDA_ERROR_OUT_OF_MEMORY",
+    "hipErrorOutOfMemory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
     "CUFFT_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "HIPSPARSE_STATUS_ALLOC_FAILED",
+    "HIPFFT_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
@@ -49,6 +56,8 @@ _AMBIGUOUS = (
     "CUDNN_STATUS_EXECUTION_FAILED",
     "CUSOLVER_STATUS_INTERNAL_ERROR",
     "CUFFT_INTERNAL_ERROR",
+    "CUDA driver error: device not ready",
+    "CUDA error: unrecognized error code",  # of libraries that share a GPU out
     "CUDA error: shared object initialization failed",  # a kernel that is loaded when it first runs
     "CUDA error: operation failed due to a previous error during capture",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
@@ -103,7 +112,7 @@ def failed_allocations() -> int:
 def is_oom(error: BaseException, allocation_failed: bool = False) -> bool:
     """Whether an exception, or one that it was raised from, says that memory has run out.
 
-    Texts of CUDA, cuBLAS, cuDNN, cuSOLVER, NCCL and the CPU allocator count. Those that may have
+    Texts of CUDA, HIP, MPS, XPU, their libraries and the CPU allocator count. Those that may have
     another reason, such as that of a convolution without a workspace, count only while the GPU has
     no free memory, or where an allocation has failed under a limit (`allocation_failed`): a Step,
     a map and find_batch_size() look at torch.cuda.memory_stats()["num_ooms"] before and after."""
