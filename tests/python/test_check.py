@@ -1,5 +1,6 @@
 """Step.check(): each mistake is found and named; correct steps have none."""
 
+import argparse
 import gc
 import itertools
 import os
@@ -8,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 import warnings
 
 import numpy
@@ -50,6 +52,54 @@ def test_a_correct_step_has_no_mistake(kind):
         r"0 buffers; 2 OOMs on purpose; \d+\.\d s$",
         said(found),
     )
+
+
+class Config:
+    def __init__(self, *more):
+        self.width, self.more = 8, more
+
+
+class Configured(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.net, self.config = torch.nn.Linear(8, 1), config
+
+    def forward(self, x):
+        return self.net(x)[:, 0] * self.config.width
+
+
+@pytest.mark.parametrize(
+    "config",
+    (
+        Config(),
+        Config(Config(), [Config({"scale": torch.ones(3)})]),
+        [Config()],
+        {"of": Config(float("nan"))},
+        argparse.Namespace(width=8),
+        types.SimpleNamespace(width=8),
+    ),
+)
+def test_a_model_may_hold_objects_of_the_program(config):
+    model = Configured(config if hasattr(config, "width") else Config(config))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = rebatch.Step(model, optimizer, regression_loss).check(
+        (torch.randn(16, 8), torch.ones(16))
+    )
+    assert found and kinds(found) == []
+
+
+def test_what_changes_in_such_an_object_is_found_and_put_back():
+    class Net(Configured):
+        def forward(self, x):
+            self.config.width += 1
+            return super().forward(x)
+
+    model = Net(Config())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = rebatch.Step(model, optimizer, regression_loss).check(
+        (torch.randn(16, 8), torch.ones(16))
+    )
+    assert kinds(found) and model.config.width == 8
 
 
 def summed(model, samples):

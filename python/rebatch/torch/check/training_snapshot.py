@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 
+from rebatch._user_code import is_object
 from rebatch.torch.batches.cut import batch_tensors
 from rebatch.torch.batches.kinds import are_same
 from rebatch.torch.undo.contents import contents_of, is_data, put_back_contents, walk
@@ -56,8 +57,9 @@ def _copy(value: Any, depth: int = 4) -> Any:
     """To be compared; deep enough for what is told by it."""
     if isinstance(value, torch.Tensor):
         return copy_of(value)
-    if depth and isinstance(value, dict):
-        return {k: _copy(v, depth - 1) for k, v in value.items()}
+    if depth and (isinstance(value, dict) or is_object(value)):
+        entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        return {k: _copy(v, depth - 1) for k, v in entries.items()}
     if depth and isinstance(value, (list, tuple, collections.deque)):
         return [_copy(v, depth - 1) for v in value]
     return set(value) if isinstance(value, set) else value
