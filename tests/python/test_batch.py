@@ -169,6 +169,65 @@ def test_after_lists_of_samples_a_small_one_is_one():
     assert len(cut.part(pieces(7, 7), 1, 1, 2)) == 1
 
 
+def images(count, *sizes):
+    return [torch.full(sizes or (3, 8, 8), float(i)) for i in range(count)]
+
+
+def targets(*counts):
+    return [{"boxes": torch.rand(n, 4), "labels": torch.ones(n)} for n in counts]
+
+
+IMAGES = {
+    "a list": images(4),
+    "two": images(2),
+    "six": images(6),
+    "grey": images(3, 1, 28, 28),
+    "with transparency": images(2, 4, 9, 7),
+    "volumes": images(2, 1, 8, 8, 8),
+    "arrays": [numpy.zeros((3, 8, 8)) for _ in range(3)],
+    "with as many boxes each": (images(4), targets(3, 3, 3, 3)),
+    "with as many boxes as there are images": (torch.zeros(2, 3, 8, 8), targets(2, 2)),
+    "of a collate_fn that zips": tuple(zip(*zip(images(2), targets(3, 3)))),
+    "in a dict": {"images": images(3), "targets": targets(3, 3, 3)},
+    "with their labels": [(image, torch.tensor(1)) for image in images(3)],
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_one_size_in_a_list_are_samples(name):
+    batch, cut = IMAGES[name], Cut()
+    inner = batch["images"] if isinstance(batch, dict) else batch
+    inner = inner[0] if isinstance(inner, tuple) else inner
+    assert cut.length(batch) == len(inner)
+    part = cut.part(batch, 1, 1, len(inner))
+    part = part["images"] if isinstance(part, dict) else part
+    assert len(part[0] if isinstance(batch, tuple) else part) == 1
+
+
+PAIR = [{"x": X}, {"x": X + 1}]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    (
+        images(2, 64, 3, 32, 32),
+        images(2, 6, 9, 9),
+        PAIR,
+        [PAIR, torch.arange(6)],
+        (images(2, 4, 3, 8, 8), torch.zeros(4)),
+    ),
+)
+def test_fields_of_one_form_stay_fields(batch):
+    cut = Cut()
+    assert cut.length(batch) in (64, 6, 4)
+
+
+def test_after_lists_of_fields_a_small_batch_has_fields():
+    cut = Cut()
+    assert cut.length(images(2, 32, 9, 9)) == 32
+    assert cut.length(images(2, 3, 9, 9)) == 3  # the last one of a loader
+
+
 # ---- spans of samples ----
 
 
@@ -252,3 +311,19 @@ def test_a_step_cuts_between_samples(kind, micro):
 
 def plain(gru, x):
     return ((gru(x)[0] - x) ** 2).mean().detach()
+
+
+@pytest.mark.parametrize("dim, shape", ((1, (3, 4, 5)), (2, (2, 3, 4)), (1, (3, 4))))
+def test_a_part_is_contiguous_where_the_whole_is(dim, shape):
+    """As kernels ask for, such as cuDNN's of a carried hidden state."""
+    whole, cut = torch.randn(shape), Cut(dim=dim)
+    part = cut.part((whole, whole), 1, 2, cut.length((whole, whole)))[0]
+    assert part.is_contiguous() and torch.equal(part, whole.narrow(dim, 1, 2))
+    assert part.view(-1).shape == (part.numel(),)
+    mixed = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    assert cut.part(mixed, 1, 2, 4).stride() == mixed.stride()
+
+
+def test_a_part_of_the_first_dimension_is_a_view():
+    whole, cut = torch.randn(4, 3), Cut()
+    assert cut.part({"x": whole}, 1, 2, cut.length(whole))["x"].data_ptr() == whole[1].data_ptr()

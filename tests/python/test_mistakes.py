@@ -3,12 +3,15 @@ before any update, where the program can mend it."""
 
 import functools
 import inspect
+import re
+import warnings
 
 import pytest
 import torch
 
 import rebatch.torch as rebatch
 from rebatch._user_code import user_stacklevel
+from rebatch.testing import fail_once
 from models import make, regression_loss, same_bits, state_of
 
 
@@ -122,6 +125,37 @@ def test_a_criterion_is_no_loss_fn(criterion, name):
         step.loss_fn = criterion
 
 
+@pytest.mark.parametrize(
+    "loss_fn, takes",
+    (
+        (lambda samples: None, r"\(samples\)"),
+        (lambda model, x, y: None, r"\(model, x, y\)"),
+        (functools.partial(lambda model, samples, scale: None, scale=1, samples=2), "model"),
+    ),
+)
+def test_a_loss_fn_of_other_arguments_is_said_when_the_step_is_made(loss_fn, takes):
+    expected = rf"loss_fn takes .*{takes}.*: expected loss_fn\(model, samples\)"
+    with pytest.raises(TypeError, match=expected):
+        a_step(loss_fn)
+    step, _, _ = a_step(regression_loss)
+    with pytest.raises(TypeError, match=expected):
+        step.loss_fn = loss_fn
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    (
+        lambda *arguments: regression_loss(*arguments),
+        lambda model, samples, scale=1.0: regression_loss(model, samples) * scale,
+        functools.partial(lambda scale, m, s: regression_loss(m, s) * scale, 1.0),
+        torch.compile(regression_loss, backend="eager"),
+    ),
+)
+def test_other_functions_of_two_arguments_are_one(loss_fn):
+    step, _, batch = a_step(loss_fn)
+    assert step(batch).isfinite()
+
+
 def test_a_loss_of_the_programs_own_class_may_be_one():
     class Loss(torch.nn.MSELoss):
         def forward(self, model, samples):
@@ -129,6 +163,168 @@ def test_a_loss_of_the_programs_own_class_may_be_one():
 
     step, _, batch = a_step(Loss())
     assert step(batch).isfinite()
+
+
+# ---- lines that stay in the loop ----
+
+
+def test_the_fields_of_a_batch_are_one_argument():
+    step, model, (x, y) = a_step(regression_loss)
+    before = state_of(model)
+    for call in (lambda: step(x, y), lambda: step(x=x, y=y), lambda: step(x, y=y)):
+        with pytest.raises(TypeError, match=r"fields of a batch: expected .* step\(\(x, y\)\)"):
+            call()
+    assert same_bits(before, state_of(model))
+
+
+class Accelerator:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+
+def backward_of_its_loss(step, batch, _):
+    loss = step(batch)
+    loss.backward()
+
+
+def backward_by_a_scaler(step, batch, accelerator):
+    for _ in range(2):
+        loss = step(batch)
+        accelerator.scaler.scale(loss).backward()
+
+
+def backward_by_an_accelerator(step, batch, accelerator):
+    with torch.enable_grad():
+        loss = step(batch)
+        accelerator.backward(loss)
+
+
+def backward_of_a_part(step, batch, _):
+    part = step(batch)
+    number = 4
+    (part / number).backward()
+
+
+def backward_at_once(step, batch, _):
+    step(batch).backward()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    (
+        backward_of_its_loss,
+        backward_by_a_scaler,
+        backward_by_an_accelerator,
+        backward_of_a_part,
+        backward_at_once,
+    ),
+)
+def test_a_backward_of_the_loss_is_said_before_the_update(loop):
+    step, model, batch = a_step(regression_loss)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"test_mistakes.py:\d+ calls backward\(\) on the loss of"):
+        loop(step, batch, Accelerator())
+    assert same_bits(before, state_of(model))
+
+
+def test_a_backward_of_another_loss_is_the_loops_own():
+    step, _, batch = a_step(regression_loss)
+    critic = torch.nn.Linear(8, 1)
+    for _ in range(2):
+        loss = step(batch)
+        other = critic(batch[0]).mean()
+        other.backward()
+        loss = critic(batch[0]).mean() + loss
+        loss.backward()
+        if not loss.requires_grad:
+            loss.backward()
+
+
+def clip_norm(model, scaler, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_norm_that_is_small(model, scaler, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+
+
+def clip_value(model, scaler, optimizer):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def unscale(model, scaler, optimizer):
+    scaler.unscale_(optimizer)
+
+
+def by_hand(model, scaler, optimizer):
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("line", (clip_norm, clip_norm_that_is_small, clip_value, unscale, by_hand))
+@pytest.mark.parametrize("micro", (16, 4))
+def test_clipping_that_stays_in_the_loop_is_told_once(line, micro):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    step, model, batch = a_step(regression_loss, scaler=scaler, micro_start=micro)
+    optimizer = step._training.program.update.optimizers[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            step(batch)
+            line(model, scaler, optimizer)
+    (told,) = caught
+    assert "scaled or clipped after a Step had applied them" in str(told.message)
+    assert told.filename == __file__
+
+
+def nothing(model, step, batch):
+    pass
+
+
+def zeros(model, step, batch):
+    model.zero_grad(set_to_none=False)
+
+
+def no_gradients(model, step, batch):
+    model.zero_grad()
+
+
+def gradients_of_another_loss(model, step, batch):
+    """As a generator's, which flow through a discriminator."""
+    regression_loss(model, batch).backward()
+
+
+def clipped_gradients_of_its_own(model, step, batch):
+    model.zero_grad()
+    regression_loss(model, batch).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def another_step(model, step, batch):
+    step(batch)
+
+
+@pytest.mark.parametrize(
+    "line",
+    (
+        nothing,
+        zeros,
+        no_gradients,
+        gradients_of_another_loss,
+        clipped_gradients_of_its_own,
+        another_step,
+    ),
+)
+def test_what_else_the_loop_does_with_gradients_is_not(line):
+    step, model, batch = a_step(regression_loss, clip=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            step(batch)
+            line(model, step, batch)
 
 
 # ---- a GradScaler within loss_fn ----
@@ -229,3 +425,81 @@ def test_without_a_gpu_there_is_no_pool():
     for of_the_pool in (rebatch.stats, rebatch.summary, rebatch.snapshot):
         with pytest.raises(RuntimeError, match="^rebatch: there is no GPU, so there is no pool$"):
             of_the_pool()
+
+
+# ---- what PyTorch says of a part of the batch ----
+
+
+def masked(model, samples):
+    """The mask is (time, time), of as many steps as there are samples."""
+    x, mask = samples
+    return model((mask / mask.sum(1, keepdim=True)) @ x.transpose(0, 1)).square().mean()
+
+
+def of_features(model, samples):
+    return model(samples[0]).square().mean()
+
+
+def of_all(model, samples):
+    assert len(samples[0]) == 16, "of the whole batch"
+    return model(samples[0]).square().mean()
+
+
+def features():
+    return torch.tanh(torch.nn.Linear(8, 8)(torch.randn(16, 8)))
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
+@pytest.mark.parametrize(
+    "loss_fn, make_batch, expected",
+    (
+        (
+            masked,
+            lambda: (torch.randn(16, 16, 8), torch.ones(16, 16).tril()),
+            r"samples 0-7 of 16, which is cut in dimension 0 of batch\[0\], of shape "
+            r"\(16, 16, 8\), "
+            r"dimension 0 of batch\[1\], of shape \(16, 16\): expected a batch without what has no",
+        ),
+        (
+            of_features,
+            lambda: (features(), torch.randn(16)),
+            r"samples 8-15 of 16, .*: expected batch\[0\] without its graph, which the first",
+        ),
+        (of_all, lambda: (torch.randn(16, 8), torch.ones(16)), "samples 0-7 of 16, which is cut"),
+    ),
+)
+def test_an_error_in_a_part_says_how_the_batch_was_cut(loss_fn, make_batch, expected):
+    model = torch.nn.Linear(8, 1)
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")
+    step(make_batch())
+    with fail_once(model), pytest.raises(Exception) as caught:
+        step(make_batch())
+    assert not str(caught.value).startswith("rebatch")
+    assert re.search(expected, caught.value.__notes__[0])
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
+def test_an_error_in_a_part_of_lists_says_what_to_write():
+    model = torch.nn.Linear(8, 1)
+
+    def stacked(model, samples):
+        assert len(samples[0]) == 5  # a sequence of five steps
+        return model(torch.stack(samples)).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = [torch.randn(5, 8) for _ in range(4)]
+    with pytest.raises(AssertionError) as caught:
+        rebatch.Step(model, optimizer, stacked, micro_start=2)(batch)
+    assert "the entries" not in caught.value.__notes__[0]
+    assert "length=len if each entry of the list is a sample" in caught.value.__notes__[0]
+    by_slice = {"slice": lambda batch, first, count: batch[first : first + count], "length": len}
+    step = rebatch.Step(model, optimizer, stacked, micro_start=2, **by_slice)
+    step(batch)
+    assert step.report.samples == 4
+
+
+def test_an_error_in_the_whole_batch_is_pytorchs_alone():
+    step, _, batch = a_step(lambda model, samples: model(samples[1]))
+    with pytest.raises(RuntimeError) as caught:
+        step(batch)
+    assert not getattr(caught.value, "__notes__", [])

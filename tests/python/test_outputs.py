@@ -124,6 +124,7 @@ def test_outputs_stay_when_the_program_writes_over_what_they_were_made_of():
         (lambda p, y: p.mean(), "the value beside the loss that loss_fn returned is a scalar"),
         (lambda p, y: {"acc": 0.5}, "'acc' that loss_fn returned is a scalar: expected a tensor"),
         (lambda p, y: {"acc": p.sum()}, "rebatch.Sum(value), which is summed"),
+        (lambda p, y: {"acc": p.mean()}, "rebatch.Mean(value), which is averaged over the samples"),
         (lambda p, y: {"what": object()}, "'what' that loss_fn returned is a object"),
         (lambda p, y: {str(len(y)): p} if len(y) == 1 else {}, "for another: expected the same"),
     ),
@@ -141,3 +142,79 @@ def test_a_tuple_of_three_is_no_result():
         step(batch)
     with pytest.raises(TypeError, match="Sum was given a str: expected a number or a tensor"):
         rebatch.Sum("much")
+    with pytest.raises(TypeError, match="Mean was given a list: expected a number or a tensor"):
+        rebatch.Mean([1.0])
+
+
+@pytest.mark.parametrize("micro", (16, 4, 5))  # 16 samples, the last micro-batch of one
+def test_a_mean_is_that_of_the_batch_whatever_the_cut(micro):
+    def means(predicted, y):
+        squares = (predicted - y) ** 2
+        positive = predicted > 0
+        return {
+            "loss": rebatch.Mean(squares.mean()),
+            "half": rebatch.Mean(squares.mean().to(torch.bfloat16)),
+            "all": {"positive": rebatch.Mean(positive.float().mean()), "one": rebatch.Mean(1)},
+            "fields": rebatch.Mean(torch.stack([predicted.mean(), y.mean()])),
+        }
+
+    step, (x, y) = make_step(with_extras(means), micro_start=micro)
+    loss = step((x, y))
+    predicted = step.model(x).detach()
+    found = step.outputs
+    assert torch.equal(found["loss"], loss) and found["half"].dtype == torch.float32
+    assert torch.allclose(found["half"], loss, rtol=0.01) and found["all"]["one"] == 1
+    assert torch.isclose(found["all"]["positive"], (predicted > 0).float().mean())
+    assert torch.allclose(found["fields"], torch.stack([predicted.mean(), y.mean()]), atol=1e-6)
+    step.evaluate((x, y))
+    assert torch.isclose(step.evaluation_outputs["loss"], loss)
+
+
+def test_a_mean_counts_each_sample_once_after_an_oom():
+    means = with_extras(lambda predicted, y: rebatch.Mean((predicted - y).mean()))
+    step, (x, y) = make_step(limited(means, 3, "backward"))
+    step((x, y))
+    assert step.report.ooms and torch.isclose(step.outputs, (step.model(x) - y).mean(), atol=1e-6)
+
+
+# ---- batch_dim ----
+
+
+def of_sequences(make_extras):
+    def loss_fn(model, part):
+        out, hidden = model(part)
+        return out.square().mean(), make_extras(out, hidden)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("micro", (8, 4, 3))
+def test_with_batch_dim_results_are_joined_where_their_samples_are(micro):
+    torch.manual_seed(0)
+    gru, x = torch.nn.GRU(3, 5, num_layers=2), torch.randn(7, 8, 3)
+    loss_fn = of_sequences(
+        lambda out, hidden: {
+            "hidden": hidden,  # (layers, samples, width)
+            "last": out[-1],  # (samples, width)
+            "norm": out.square().mean(dim=(0, 2)),  # (samples,)
+            "by time": out.mean(2),  # (time, samples)
+        }
+    )
+    optimizer = torch.optim.SGD(gru.parameters(), 0.0)
+    step = rebatch.Step(gru, optimizer, loss_fn, batch_dim=1, micro_start=micro)
+    step(x)
+    out, hidden = gru(x)
+    expected = {"hidden": hidden, "last": out[-1], "norm": out.square().mean(dim=(0, 2))}
+    for name, value in expected.items():
+        assert torch.allclose(step.outputs[name], value, atol=1e-6), name
+    assert torch.allclose(step.outputs["by time"], out.mean(2), atol=1e-6)
+    step.evaluate(x)
+    assert torch.allclose(step.evaluation_outputs["hidden"], hidden, atol=1e-6)
+
+
+def test_a_result_without_the_samples_of_batch_dim_is_said_in_the_first_step():
+    gru = torch.nn.GRU(3, 5)
+    loss_fn = of_sequences(lambda out, hidden: out.flatten(0, 1))
+    step = rebatch.Step(gru, torch.optim.SGD(gru.parameters(), 0.0), loss_fn, batch_dim=1)
+    with pytest.raises(ValueError, match=r"of shape \(56, 5\) for 8 samples: expected one entry"):
+        step(torch.randn(7, 8, 3))

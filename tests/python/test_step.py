@@ -1,7 +1,10 @@
 """Step: the update is that of a run that never ran out of memory, whatever happens."""
 
+import contextlib
 import copy
+import functools
 import gc
+import inspect
 import pickle
 import weakref
 
@@ -11,6 +14,7 @@ import torch
 import rebatch.torch as rebatch
 from rebatch import _library as c
 from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.session.options import SessionOptions
 from rebatch.torch.session.weak_methods import weakly
 from models import (
     FailAt,
@@ -439,6 +443,101 @@ def test_a_scaler_and_clipping_are_unchanged_by_ooms(clip):
     assert same_bits(state, expected) and scale == expected_scale == 4096.0
 
 
+@pytest.mark.parametrize("clip", (None, 0.1))
+@pytest.mark.parametrize(
+    "scaler",
+    (torch.amp.GradScaler("cpu", enabled=False), torch.cuda.amp.GradScaler(enabled=False)),
+)
+def test_a_disabled_scaler_is_none(clip, scaler):
+    def train(scaler):
+        model, batch, loss_fn = make("mlp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(1)
+        step = rebatch.Step(
+            model,
+            optimizer,
+            lambda model, samples: scaler.scale(loss_fn(model, samples)) if scaler else None,
+            scaler=scaler,
+            clip=clip,
+            autocast=torch.bfloat16,
+            micro_start=4,
+        )
+        if not scaler:
+            step.loss_fn = loss_fn
+        for _ in range(3):
+            step(batch)
+        return state_of(model), step.check(batch)
+
+    (state, found), (expected, _) = train(scaler), train(None)
+    assert same_bits(state, expected) and "after_oom" not in str(found)
+
+
+def test_a_scaler_that_pytorch_disables_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    with pytest.warns(UserWarning, match="not available"):
+        scaler = torch.amp.GradScaler("cuda")
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, scaler=scaler, clip=1.0
+    )
+    assert step(batch).isfinite() and not scaler.state_dict()
+
+
+class Bf16:
+    """A class, which is called to enter it."""
+
+    def __enter__(self):
+        self.inner = torch.autocast("cpu", torch.bfloat16)
+        self.inner.__enter__()
+
+    def __exit__(self, *arguments):
+        self.inner.__exit__(*arguments)
+
+
+@contextlib.contextmanager
+def bf16():
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+@pytest.mark.parametrize(
+    "autocast",
+    (
+        torch.bfloat16,
+        torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        functools.partial(torch.autocast, device_type="cpu", dtype=torch.bfloat16),
+        Bf16,
+        bf16,
+    ),
+)
+def test_autocast_may_be_what_makes_a_context_manager(autocast):
+    seen = []
+
+    def loss_fn(model, samples):
+        seen.append(model[0](samples).dtype)
+        return model(samples).float().square().mean()
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 1))
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, autocast=autocast, micro_start=2
+    )
+    step(torch.randn(8, 8))
+    assert seen[:4] == [torch.bfloat16] * 4
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_autocast_that_makes_none_is_said():
+    model, batch, loss_fn = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, loss_fn, autocast=lambda: None)
+    with pytest.raises(TypeError, match=r"autocast\(\) returned None: expected a context manager"):
+        step(batch)
+    with pytest.raises(TypeError, match="entered once, .*: expected the function that makes it"):
+        rebatch.Step(model, optimizer, loss_fn, autocast=bf16())
+
+
 def test_a_scaler_survives_an_oom_at_every_operation():
     expected, _ = train_scaled(None, 0.1)
     survived = 0
@@ -756,11 +855,31 @@ def test_a_wrong_loss_is_said(loss_fn, sentence):
     assert sentence in str(caught.value)
 
 
+NEAR = {
+    "scheduler": "lr_scheduler",
+    "grad_scaler": "scaler",
+    "normaliser": "normalizer",
+    "micro_starts": "micro_start",
+    "batch_dims": "batch_dim",
+    "states": "state",
+    "auto_cast": "autocast",
+}
+
+
 def test_wrong_options_are_said_when_the_step_is_made():
     model, _, loss_fn = make("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match="no option micro_strat: did you mean micro_start"):
         rebatch.Step(model, optimizer, loss_fn, micro_strat=4)
+    for wrong, right in NEAR.items():
+        with pytest.raises(TypeError, match=f"{wrong}: did you mean {right}. The others are .*, "):
+            rebatch.Step(model, optimizer, loss_fn, **{wrong: 1})
+    with pytest.raises(TypeError, match="no option amp: expected one of .*, autocast, ") as caught:
+        rebatch.Step(model, optimizer, loss_fn, amp=True)
+    arguments = inspect.signature(rebatch.Step.__init__).parameters.values()
+    own = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY}
+    listed = set(str(caught.value).split("one of ")[1].split(", "))
+    assert listed == own | set(SessionOptions.__annotations__)
     with pytest.raises(ValueError, match="on_oom is 'half': expected one of default, halve"):
         rebatch.Step(model, optimizer, loss_fn, on_oom="half")
     with pytest.raises(ValueError, match="whose step runs the model again"):

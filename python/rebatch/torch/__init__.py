@@ -26,7 +26,7 @@ from rebatch import Error, __version__
 from rebatch.fit.again import Fit
 from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
 from rebatch.torch.batches.balance import balance
-from rebatch.torch.batches.outputs import Sum
+from rebatch.torch.batches.outputs import Mean, Sum
 from rebatch.torch.batches.size_finder import find_batch_size
 from rebatch.torch.check.cut_comparison import CutWarning
 from rebatch.torch.check.findings import Check, Finding
@@ -52,6 +52,7 @@ __all__ = [
     "Fit",
     "Map",
     "MapReport",
+    "Mean",
     "PeerFailed",
     "Probe",
     "Report",

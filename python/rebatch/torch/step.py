@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -10,6 +11,7 @@ from typing import (
     Dict,
     Iterator,
     List,
+    NoReturn,
     Optional,
     Sequence,
     Tuple,
@@ -25,7 +27,7 @@ from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.check.findings import Check
 from rebatch.torch.core.check_and_exit import fit_if_asked
 from rebatch.torch.core.training import training_of
-from rebatch.torch.program.mistakes import check_loss_fn
+from rebatch.torch.program.mistakes import check_loss_fn, refuse_backward, refuse_fields
 from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe
 from rebatch.torch.session.report import MapReport, Report
@@ -53,13 +55,15 @@ class Step:
         optimizer: an optimizer, or several: all of them step once for each batch
         loss_fn: loss_fn(model, samples) -> the mean loss over the samples, a scalar; or a tuple of
             it and what you want to see of the samples, which `outputs` then has for the whole
-            batch: a tensor or a list with an entry for each sample, Sum(value), or a dict of such
+            batch: a tensor or a list with an entry for each sample, Mean(value), Sum(value), or a
+            dict of such
         normalizer: normalizer(batch) -> what the sum of the losses is divided by, for example the
             tokens of the whole batch that bear a loss. loss_fn then returns a sum
         scaler: a torch.amp.GradScaler
         clip: largest norm of the gradients
         lr_scheduler: a scheduler, or several: they step after each update
-        autocast: a dtype for torch.autocast, for example torch.bfloat16, or a context manager
+        autocast: a dtype for torch.autocast, for example torch.bfloat16, a context manager, or a
+            function that returns one
         cost: cost(batch, first, count) -> memory of these samples in a unit of your choice, for
             example padded tokens: micro-batches are then cut by cost
         lighten: functions f(on) that switch something that saves memory on or off, in the order in
@@ -221,8 +225,12 @@ class Step:
         is left out. Waits for no work of the GPU."""
         return self._training.numbers(prefix)
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any = None, *more: NoReturn, **fields: NoReturn) -> torch.Tensor:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
+        if more or fields:
+            refuse_fields()
+        if not self._training.report.samples:  # the first batch
+            refuse_backward(sys._getframe(1))
         return self._training.run(batch)
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
@@ -275,7 +283,8 @@ class Step:
                 return sum(losses) / weight
             return sum(loss * (count / samples) for count, loss in zip(counts, losses))
 
-        self.evaluation_outputs = joined_where_it_fits(lambda: joined(extras), extras)
+        dim = program.cut.dim
+        self.evaluation_outputs = joined_where_it_fits(lambda: joined(extras, counts, dim), extras)
         mean_loss: torch.Tensor = joined_where_it_fits(mean, losses)
         return mean_loss
 

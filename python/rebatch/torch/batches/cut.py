@@ -9,15 +9,16 @@ import operator
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Set, Tuple
 
 import torch
 
 from rebatch.torch.batches.kinds import Taking, is_array, lacks_memory, samples_of
 from rebatch.torch.session.oom import is_oom
 
-# Up to _FIELDS tensors of one form in a list are fields, as torch's DataLoader makes them.
-_FIELDS = 4
+# Up to _FIELDS tensors of one form in a list are fields, as torch's DataLoader makes them, unless
+# each is an image with so many channels.
+_FIELDS, _CHANNELS = 4, (1, 3, 4)
 _ONE_A_SAMPLE = "slice=lambda batch, first, count: batch[first : first + count] and length=len"
 
 # A batch may be an object of any class: its attributes are looked into, so many objects deep, where
@@ -47,19 +48,21 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def _tensors(value: Any) -> List[Any]:
+    """Those that it is or has."""
+    if _is_tensor(value):
+        return [value]
+    parts: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif _is_record(value):
+        parts = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
 def _has_tensors(value: Any) -> bool:
     """Whether it is a list or tuple with tensors, or with what holds tensors."""
-    return isinstance(value, (list, tuple)) and any(_has_tensor(v) for v in value)
-
-
-def _has_tensor(value: Any) -> bool:
-    if _is_tensor(value):
-        return True
-    if isinstance(value, Mapping):
-        return any(_has_tensor(v) for v in value.values())
-    if _is_record(value):
-        return any(_has_tensor(getattr(value, f.name)) for f in dataclasses.fields(value))
-    return _has_tensors(value)
+    return isinstance(value, (list, tuple)) and bool(_tensors(value))
 
 
 def _form(value: Any) -> Any:
@@ -75,6 +78,17 @@ def _is_of_samples(values: Any) -> bool:
     """Whether a list could have one entry for each sample."""
     is_plain = not hasattr(values, "_fields")
     return is_plain and len(values) > 0 and len({_form(v) for v in values}) == 1
+
+
+def _is_image(tensor: Any) -> bool:
+    """Of (channels, height, width), or a volume, rather than a few samples."""
+    sizes = () if getattr(tensor, "is_nested", False) else tuple(tensor.shape)
+    return len(sizes) in (3, 4) and sizes[0] in _CHANNELS and min(sizes[1:]) > max(_CHANNELS)
+
+
+def _are_images(values: Any) -> bool:
+    """Whether each entry is an image, or has one."""
+    return all(any(map(_is_image, _tensors(value))) for value in values)
 
 
 def batch_tensors(
@@ -111,23 +125,31 @@ def _reads_samples(value: Any, reading: str) -> bool:
     return reading == _SAMPLE and _is_of_samples(value)
 
 
-def _counts(value: Any, name: str, reading: str, dim: int) -> Iterator[Tuple[str, int]]:
-    """The name of each tensor in a batch, or list of samples, and how many samples it has."""
+def _with_samples(value: Any, name: str, reading: str) -> Iterator[Tuple[str, Any]]:
+    """Each tensor in a batch, and list of samples, by name."""
     if _is_tensor(value):
         if value.ndim:
-            yield name, samples_of(value, dim)
+            yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _counts(part, f"{name}[{key!r}]", reading, dim)
+            yield from _with_samples(part, f"{name}[{key!r}]", reading)
     elif _is_record(value):
         for field in dataclasses.fields(value):
-            yield from _counts(getattr(value, field.name), f"{name}.{field.name}", reading, dim)
+            yield from _with_samples(getattr(value, field.name), f"{name}.{field.name}", reading)
     elif _has_tensors(value):
         if _reads_samples(value, reading):
-            yield name, len(value)
+            yield name, value
             return
         for i, part in enumerate(value):
-            yield from _counts(part, f"{name}[{i}]", _inner(reading), dim)
+            yield from _with_samples(part, f"{name}[{i}]", _inner(reading))
+
+
+def _counts(batch: Any, reading: str, dim: int) -> List[Tuple[str, int]]:
+    """How many samples each of them has."""
+    return [
+        (name, samples_of(part, dim) if _is_tensor(part) else len(part))
+        for name, part in _with_samples(batch, "batch", reading)
+    ]
 
 
 def _lists(value: Any) -> Iterator[Any]:
@@ -238,7 +260,8 @@ class Cut:
         self.dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
         self.within: Optional[Cut] = None  # which `slice` cuts by
         self._reading = _FIELD  # of the batch whose length was asked for last
-        self._has_samples = False  # a batch before had lists with one tensor a sample
+        self._has_samples = False  # a batch before had lists with one tensor a sample,
+        self._has_fields = False  # or with a field in each entry
 
     def length(self, batch: Any) -> int:
         """The number of samples.
@@ -252,7 +275,7 @@ class Cut:
             lengths: Set[int] = {tensor.size(0) for tensor in batch}
             if len(lengths) == 1 and 0 not in lengths:
                 return lengths.pop()
-        counts = {r: list(_counts(batch, "batch", r, self.dim)) for r in self._readings(batch)}
+        counts = {r: _counts(batch, r, self.dim) for r in self._readings(batch)}
         if not counts[_FIELD]:
             raise ValueError(
                 f"rebatch: the batch, a {type(batch).__name__}, has no tensor with a dimension of "
@@ -260,7 +283,7 @@ class Cut:
                 f"{self._otherwise}"
             )
         agreeing = [r for r in counts if len({n for _, n in counts[r]}) == 1]
-        self._reading = self._choose(batch, agreeing)
+        self._reading = self._choose(batch, agreeing, counts)
         found = counts[self._reading]
         _check_counts(found, self._otherwise)
         return found[0][1]
@@ -273,23 +296,31 @@ class Cut:
             return [_FIELD, _FIELD_OF_SAMPLES, _SAMPLE]
         return [_FIELD, _FIELD_OF_SAMPLES if isinstance(batch, tuple) else _SAMPLE]
 
-    def _choose(self, batch: Any, agreeing: List[str]) -> str:
+    def _choose(
+        self, batch: Any, agreeing: List[str], counts: Dict[str, List[Tuple[str, int]]]
+    ) -> str:
         if not agreeing:
             return _FIELD
         of_samples = [r for r in agreeing if r != _FIELD and _lists_of(batch, r)]
         if not of_samples:
             return agreeing[0]
         reading = of_samples[0]
-        if agreeing[0] != _FIELD or self._has_samples:
+        lists = _lists_of(batch, reading)
+        # Beside images, or labels, a dict a sample has as many boxes as others by chance.
+        are_seen = any(map(_are_images, lists)) or (
+            len(counts[reading]) > 1 and any(isinstance(values[0], Mapping) for values in lists)
+        )
+        if agreeing[0] != _FIELD or self._has_samples or (are_seen and not self._has_fields):
             self._has_samples = True
             return reading
-        longest = max(map(len, _lists_of(batch, reading)))
+        longest = max(map(len, lists))
         if longest > _FIELDS:
             raise ValueError(
                 f"rebatch: the batch has a list of {longest} tensors with equal first dimensions, "
                 "which may be fields of the batch or samples: expected a tuple for fields, or "
                 f"{_ONE_A_SAMPLE} for samples"
             )
+        self._has_fields = True
         return _FIELD
 
     def part(self, batch: Any, first: int, count: int, length: int) -> Any:
@@ -307,6 +338,29 @@ class Cut:
         # Nothing tells that an array was changed in place, so who changes one must not reach the
         # batch.
         return owned(part, is_array) if "numpy" in sys.modules else part
+
+    def described(self, batch: Any) -> str:
+        """Where a batch is cut, and what to write for another cut."""
+        if self.within:
+            return self.within.described(batch)
+        if self._slice:
+            return "by `slice`: expected a part that loss_fn takes as it takes the whole batch"
+        places = [
+            f"dimension {min(self.dim, part.ndim - 1)} of {name}, of shape {tuple(part.shape)}"
+            if _is_tensor(part)
+            else f"the entries of {name}"
+            for name, part in _with_samples(batch, "batch", self._reading)
+        ]
+        graph = next((name for name, tensor in batch_tensors(batch) if tensor.grad_fn), "")
+        what = "a batch without what has no samples, such as a mask, or `batch_dim` or `slice`"
+        if graph:
+            what = f"{graph} without its graph, which the first backward pass frees (detach())"
+        elif self._reading == _FIELD and any(True for _ in _lists(batch)):
+            what = f"{_ONE_A_SAMPLE} if each entry of the list is a sample"
+        elif self._reading != _FIELD:
+            what = "a tuple if each entry of the list is a field"
+        more = f", and {len(places) - 4} more" if len(places) > 4 else ""
+        return f"in {', '.join(places[:4])}{more}: expected {what}"
 
     def arranged(self, batch: Any, spans: List[Tuple[int, int]], length: int) -> Any:
         """A batch of some spans (first, count) of the samples of another, one after another. None

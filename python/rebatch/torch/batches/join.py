@@ -8,7 +8,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
-from rebatch.torch.batches.kinds import joined, samples_of
+from rebatch.torch.batches.kinds import dims_of_samples, joined
 
 _Part = Tuple[int, Any]  # samples, and the result for them
 
@@ -90,8 +90,7 @@ class _Joiner:
                 f"rebatch: the model returned a scalar{_at(where)}: expected tensors with a "
                 "dimension of the samples"
             )
-        dims = 1 if first.is_nested else first.dim()
-        found = [d for d in range(dims) if self._is_of_samples(seen, d)]
+        found = dims_of_samples(seen, self._counts)
         if not found:
             raise ValueError(
                 f"rebatch: the model returned a tensor of shape {tuple(first.shape)}{_at(where)} "
@@ -109,12 +108,6 @@ class _Joiner:
                 "both be that of the samples: expected batch_dim, which says it"
             )
         return joined(results, found[0])
-
-    def _is_of_samples(self, seen: List[torch.Tensor], dim: int) -> bool:
-        return all(
-            t.dim() == seen[0].dim() and samples_of(t, dim) == count
-            for t, count in zip(seen, self._counts)
-        )
 
     def _join_lists(
         self, results: List[Any], seen: List[Any], where: str, members: Callable[[int], Any]

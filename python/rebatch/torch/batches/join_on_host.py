@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List
 import torch
 
 from rebatch._user_code import user_stacklevel
-from rebatch.torch.batches.outputs import Sum
+from rebatch.torch.batches.outputs import Mean, Sum
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Exhausted
 
@@ -21,12 +21,12 @@ def _moved(
     move: Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor],
     at: tuple[Any, ...] = (),
 ) -> Any:
-    """A copy of dicts, tuples, lists and Sums with other tensors. Entries of a list are at one
-    place: they may be samples."""
+    """A copy of dicts, tuples, lists, Sums and Means with other tensors. Entries of a list are at
+    one place: they may be samples."""
     if isinstance(value, torch.Tensor):
         return move(value, at)
-    if isinstance(value, Sum):
-        return Sum(_moved(value.value, move, at))
+    if isinstance(value, (Sum, Mean)):
+        return type(value)(_moved(value.value, move, at))
     if isinstance(value, dict):
         moved = copy.copy(value)
         for key, part in value.items():

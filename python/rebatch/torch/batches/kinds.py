@@ -4,7 +4,7 @@ and compared by what its kind can do."""
 from __future__ import annotations
 
 import sys
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 import torch
 
@@ -93,6 +93,15 @@ def samples_of(value: Any, dim: int) -> int:
     return int(value.size(dim) if isinstance(value, torch.Tensor) else value.shape[dim])
 
 
+def dims_of_samples(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> List[int]:
+    """The dimensions in which each of these tensors has an entry for each of its samples."""
+    first = tensors[0]
+    if any(t.dim() != first.dim() for t in tensors):
+        return []
+    dims = range(1 if first.is_nested else first.dim())
+    return [d for d in dims if all(samples_of(t, d) == n for t, n in zip(tensors, counts))]
+
+
 class Taking:
     """Takes spans of the samples of the tensors of one batch."""
 
@@ -101,7 +110,7 @@ class Taking:
         self._offsets: Dict[int, torch.Tensor] = {}  # of what was taken, by those of its whole
 
     def __call__(self, values: Any) -> Any:
-        """Of a tensor or array, one after another: a view where one span is one."""
+        """Of a tensor or array, one after another: a view where one span is one without gaps."""
         dim = min(self._dim, values.ndim - 1)
         if is_array(values):
             parts = [values[(slice(None),) * dim + (span,)] for span in self.spans]
@@ -113,7 +122,10 @@ class Taking:
         if values.layout in _COMPRESSED:
             return self._sparse(values.to_sparse(), dim).to_sparse(layout=values.layout)
         parts = [values[(slice(None),) * dim + (span,)] for span in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        if len(parts) > 1:
+            return torch.cat(parts, dim)
+        # Of another dimension than the first a part has gaps, where kernels may ask for none.
+        return parts[0].contiguous() if dim and values.is_contiguous() else parts[0]
 
     def _sparse(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         taken = [torch.arange(span.start, span.stop) for span in self.spans]

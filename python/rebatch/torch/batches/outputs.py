@@ -6,10 +6,24 @@ from typing import Any, List, Tuple
 
 import torch
 
+from rebatch.torch.batches.kinds import dims_of_samples
 from rebatch.torch.batches.kinds import joined as joined_tensors
 
 
-class Sum:
+class _Number:
+    def __init__(self, value: Any):
+        if not isinstance(value, (int, float, complex, torch.Tensor)):
+            name = type(self).__name__
+            raise TypeError(
+                f"rebatch: {name} was given a {type(value).__name__}: expected a number or a tensor"
+            )
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+
+class Sum(_Number):
     """Beside a loss: a value that is summed over the micro-batches of a batch::
 
         return loss, {"correct": rebatch.Sum((logits.argmax(1) == y).sum())}
@@ -17,15 +31,15 @@ class Sum:
     Args:
         value: a number, or a tensor that has the same shape in every micro-batch"""
 
-    def __init__(self, value: Any):
-        if not isinstance(value, (int, float, complex, torch.Tensor)):
-            raise TypeError(
-                f"rebatch: Sum was given a {type(value).__name__}: expected a number or a tensor"
-            )
-        self.value = value
 
-    def __repr__(self) -> str:
-        return f"Sum({self.value!r})"
+class Mean(_Number):
+    """Beside a loss: a mean over the samples of a micro-batch, of which the mean over the whole
+    batch is made; each micro-batch counts by its samples::
+
+        return loss, {"accuracy": rebatch.Mean((logits.argmax(1) == y).float().mean())}
+
+    Args:
+        value: a number, or a tensor that has the same shape in every micro-batch"""
 
 
 def split_result(result: Any) -> Tuple[Any, Any]:
@@ -44,8 +58,8 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
     """A copy that stays as it is, whatever becomes of the micro-batch's tensors."""
     if value is None:
         return None
-    if isinstance(value, Sum):
-        return Sum(kept_tensor(value.value))
+    if isinstance(value, _Number):
+        return type(value)(kept_tensor(value.value))
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return kept_tensor(value)
     if isinstance(value, dict):
@@ -59,8 +73,8 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
     )
     raise ValueError(
         f"rebatch: {name} that loss_fn returned is {what}: expected a tensor or list with the "
-        "samples in its first dimension, which are joined, rebatch.Sum(value), which is summed, or "
-        "a dict of such"
+        "samples in its first dimension, which are joined, rebatch.Mean(value), which is averaged "
+        "over the samples, rebatch.Sum(value), which is summed, or a dict of such"
     )
 
 
@@ -84,22 +98,52 @@ def _check_alike(values: List[Any], name: str) -> None:
         )
 
 
-def joined(values: List[Any], name: str = "the value beside the loss") -> Any:
-    """One value of those of each micro-batch, in the order of the samples: sums are summed, tensors
-    and lists joined."""
+def _dim_of(tensors: List[torch.Tensor], counts: List[int], dim: int, name: str) -> int:
+    """Along which they are joined: where `dim`, that of the samples in the batch, is not the first,
+    a result may have them elsewhere."""
+    if dim == 0:
+        return 0
+    found, usual = dims_of_samples(tensors, counts), min(dim, tensors[0].dim() - 1)
+    if usual not in found and len(found) != 1:
+        raise ValueError(
+            f"rebatch: {name} that loss_fn returned is a tensor of shape "
+            f"{tuple(tensors[0].shape)} for {counts[0]} samples: expected one entry for each "
+            f"sample in dimension {dim}, which is batch_dim, or in one other dimension"
+        )
+    return usual if usual in found else found[0]
+
+
+def _mean(values: List[Any], counts: List[int]) -> Any:
+    """Weighted, and as exact, as the loss is."""
+    total, mean = sum(counts), None
+    for value, count in zip(values, counts):
+        if isinstance(value, torch.Tensor):
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
+        part = value * (count / total)
+        mean = part if mean is None else mean + part
+    return mean
+
+
+def joined(
+    values: List[Any], counts: List[int], dim: int = 0, name: str = "the value beside the loss"
+) -> Any:
+    """One value of those of each micro-batch, of so many samples, in the order of the samples: sums
+    are summed, means averaged, tensors and lists joined. `dim` is that of the samples."""
     if not values:
         return None
     _check_alike(values, name)
     first = values[0]
     if isinstance(first, dict):
-        return {key: joined([v[key] for v in values], repr(key)) for key in first}
+        return {key: joined([v[key] for v in values], counts, dim, repr(key)) for key in first}
+    if isinstance(first, Mean):
+        return _mean([value.value for value in values], counts)
     if isinstance(first, Sum):
         total = first.value
         for value in values[1:]:
             total = total + value.value
         return total
     if isinstance(first, torch.Tensor):
-        return joined_tensors(values)
+        return joined_tensors(values, _dim_of(values, counts, dim, name))
     if isinstance(first, list):
         return [entry for value in values for entry in value]
     return None

@@ -4,23 +4,31 @@ not know a step that runs."""
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
+import difflib
+import inspect
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 
 from rebatch.torch.program.mistakes import check_loss_fn
-from rebatch.torch.program.program import Program, listed
+from rebatch.torch.program.program import Program, is_manager, listed
 from rebatch.torch.program.update import Update, check_has
 from rebatch.torch.ranks.agreement import REFUSED
-from rebatch.torch.session.session import check_names, session_options
+from rebatch.torch.session.session import session_options
 from rebatch.torch.undo.generators import Generators
 
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks
 
 
-def check_arguments(program: Program) -> None:
-    """Arguments that would else fail within a step, or only at an OOM."""
+# What a function with @contextlib.contextmanager returns.
+_ONCE = type(contextlib.contextmanager(iter)(()))
+
+
+def check_arguments(program: Program, names: Iterable[str]) -> None:
+    """Arguments that would else fail within a step, or only at an OOM. `names` are those of
+    arguments beside the session's options."""
+    _check_names(program.options, [*names, *inspect.signature(session_options).parameters])
     for module in listed(program.model):
         check_has("model", module, "named_buffers", "a torch.nn.Module")
     given = [("loss_fn", program.loss_fn), *(("lighten", rung) for rung in program.lighten)]
@@ -34,16 +42,35 @@ def check_arguments(program: Program) -> None:
         if not callable(value):
             raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
     check_loss_fn(program.loss_fn)
-    autocast = program.autocast
-    is_context = isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
-    if not (autocast is None or is_context):
-        raise TypeError(
-            f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, or a "
-            "context manager"
-        )
+    _check_autocast(program.autocast)
     Generators((), program.generators)
-    check_names(program.options, "Step")
     session_options(**program.options)
+
+
+def _check_names(options: Dict[str, Any], known: List[str]) -> None:
+    """TypeError for a keyword that is no argument of a Step."""
+    for name in options:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, len(known), 0.0)  # all, the nearest first
+        meant = f"expected one of {', '.join(near)}"
+        if difflib.get_close_matches(name, near[:1]):
+            meant = f"did you mean {near[0]}? The others are {', '.join(near[1:])}"
+        raise TypeError(f"rebatch: Step has no option {name}: {meant}")
+
+
+def _check_autocast(autocast: Any) -> None:
+    if isinstance(autocast, _ONCE):
+        raise TypeError(
+            "rebatch: autocast is a context manager that can be entered once, and each "
+            "micro-batch enters it: expected the function that makes it, without a call"
+        )
+    is_known = autocast is None or isinstance(autocast, torch.dtype)
+    if not (is_known or is_manager(autocast) or callable(autocast)):
+        raise TypeError(
+            f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, a "
+            "context manager, or a function that returns one"
+        )
 
 
 def named_modules(model: Any) -> List[Tuple[str, torch.nn.Module]]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks
 
 _nothing: ContextManager[None] = contextlib.nullcontext()
+# What PyTorch raises, or an unpacking or assertion of the program.
+_MAY_BE_OF_THE_CUT = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 class Callbacks:
@@ -51,7 +53,9 @@ class Callbacks:
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
         self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
-        self._extras: List[Any] = []  # of the micro-batches that are accumulated
+        # Of the micro-batches that are accumulated: what was beside their losses, and samples.
+        self._extras: List[Any] = []
+        self._counts: List[int] = []
         self.ops = self._make_ops()
 
     def _make_ops(self) -> c.StepOps:
@@ -105,6 +109,8 @@ class Callbacks:
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """A batch runs from now on: it is checked, and what it may change is looked for."""
         running = self._running
+        if self._update.applied:
+            self._update.look_at_applied()
         once_more("length", running.begin, batch)
         self._accumulated, self.is_applied = 0, False
         self.session.saves_attempts = True
@@ -132,7 +138,7 @@ class Callbacks:
         running.undo.end()
         running.end()
         self._trained = self._kept = self._hooked = []
-        self._extras.clear()
+        self._extras, self._counts = [], []
 
     # ---- what C calls ----
 
@@ -187,7 +193,7 @@ class Callbacks:
             self._ranks.check_batches()
             self._ranks.restart()
         self._update.zero_grad()
-        self._extras.clear()
+        self._extras, self._counts = [], []
         running.loss, self._is_whole = None, False
         micro = lib.rebatch_get_micro(self.session.rb, running.samples)
         if micro >= running.samples and not self._ranks:
@@ -237,7 +243,10 @@ class Callbacks:
         """Within a micro-batch, where an OOM is recovered from."""
         self.outputs = None
         if any(extras is not None for extras in self._extras):
-            self.outputs = joined_where_it_fits(lambda: joined(self._extras), self._extras)
+            dim = self._running.program.cut.dim
+            self.outputs = joined_where_it_fits(
+                lambda: joined(self._extras, self._counts, dim), self._extras
+            )
 
     def _run_nothing(self) -> None:
         """A micro-batch without samples. Lockstep keeps the collectives of the one before it."""
@@ -266,14 +275,17 @@ class Callbacks:
             loss, extras = self._pass(first, count, is_launching)
         except BaseException as error:
             self._put_back()
-            if isinstance(error, (RuntimeError, ValueError)) and not is_oom(error):
-                self._explain(error, count)
+            is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
+            if is_other and not is_oom(error):
+                with contextlib.suppress(Exception):  # the program's own is what comes out
+                    self._explain(error, first, count)
             raise
         self._last_count = count
         self._declare()
         self.session.succeeded()
         self._add(loss)
-        self._extras.append(extras)
+        self._extras += (extras,)
+        self._counts += (count,)
 
     def _rehearse(self, lockstep: Lockstep) -> None:
         """In the first micro-batch of all: none has a collective before all ranks know them."""
@@ -287,17 +299,26 @@ class Callbacks:
         else:
             self._declare()  # a rank that has failed says so in this vote
 
-    def _explain(self, error: Exception, count: int) -> None:
-        """A state that modules carry on may have a row for each sample of another micro-batch."""
-        before, undo = self._last_count, self._running.undo
-        carried = undo.carried(before) if count != before else []
-        if carried and hasattr(error, "add_note"):  # of Python 3.11
-            error.add_note(
+    def _explain(self, error: BaseException, first: int, count: int) -> None:
+        """Where the micro-batch may be why: a state that modules carry on may have a row for each
+        sample of another one, and a tensor that has no samples is cut all the same."""
+        running, before = self._running, self._last_count
+        carried = running.undo.carried(before) if count != before else []
+        note = ""
+        if carried:
+            note = (
                 f"rebatch: {carried[0]!r} of the model has a dimension of {before}, as many as the "
                 f"samples of the micro-batch before, and this one has {count}: expected a state "
                 "that does not depend on the micro-batch, or micro_allowed=[N] with a size that "
                 "stays"
             )
+        elif count < running.samples and not str(error).startswith("rebatch"):
+            note = (
+                f"rebatch: this is the micro-batch of samples {first}-{first + count - 1} of "
+                f"{running.samples}, which is cut {running.program.cut.described(running.batch)}"
+            )
+        if note and hasattr(error, "add_note"):  # of Python 3.11
+            error.add_note(note)
 
     def _pass(self, first: int, count: int, is_launching: bool) -> Tuple[torch.Tensor, Any]:
         """Forward and backward. Returns the micro-batch's part of the loss, and what was beside

@@ -380,7 +380,7 @@ def training_of(
             on_event=on_event,
             options=options,
         )
-        check_arguments(program)
+        check_arguments(program, (training_of.__kwdefaults__ or {}).keys() - {"shared", "update"})
         if not update:
             check_match(program.modules, program.update, state)
         parts = named_state(state)

@@ -1,10 +1,11 @@
-"""Calls of optimizer.step() and scheduler.step() by a loop whose Step has called them already."""
+"""What a loop does once more, or too late, whose Step has done it already: optimizer.step(),
+scheduler.step(), clipping."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Callable, MutableMapping, Optional
+from typing import Any, Callable, Iterable, MutableMapping, Optional
 
 import torch
 
@@ -100,6 +101,55 @@ def warn_of_scheduler(scheduler: Any) -> None:
         f"rebatch: {type(scheduler).__name__}.step() was called between two updates of a Step that "
         "has it as lr_scheduler, so the learning rate moves twice for one update: expected "
         "step(batch) alone, which steps the scheduler",
+        RuntimeWarning,
+        stacklevel=user_stacklevel(),
+    )
+
+
+class AppliedGradient:
+    """One that an update has applied. A clipping or unscaling that the loop does after it changes
+    nothing but this."""
+
+    def __init__(self, parameter: torch.nn.Parameter, gradient: torch.Tensor):
+        self._parameter, self._version = parameter, gradient._version
+        self._gradient, self._copy = weakref.ref(gradient), gradient.detach().double()
+
+    @torch.no_grad()
+    def is_scaled(self) -> bool:
+        """Whether it was multiplied by a number up to 1, or clamped: what another backward() adds
+        is neither, and zero_grad() leaves zeros."""
+        now, then = self._parameter.grad, self._copy
+        if now is None or now is not self._gradient() or now._version == self._version:
+            return False
+        now = now.double()
+        factor = (now * then).sum() / (then * then).sum()
+        if not 0 < factor < 1.01:
+            return False
+        limit = now.abs().max()
+        is_clamped = torch.equal(now, then.clamp(-limit, limit))
+        return is_clamped or torch.allclose(now, then * factor, rtol=0.01, atol=0)
+
+
+def applied_gradient(parameters: Iterable[torch.nn.Parameter]) -> Optional[AppliedGradient]:
+    """The smallest that tells; None where there is none, or no memory for its copy."""
+    plain = [p for p in parameters if type(p.grad) is torch.Tensor and not p.grad.is_sparse]
+    several = [p for p in plain if p.grad is not None and p.grad.numel() > 1]
+    if not several:
+        return None
+    smallest = min(several, key=torch.Tensor.numel)
+    assert smallest.grad is not None
+    try:
+        return AppliedGradient(smallest, smallest.grad)
+    except RuntimeError:
+        return None
+
+
+def warn_of_clipping() -> None:
+    warnings.warn(
+        "rebatch: the gradients were scaled or clipped after a Step had applied them, as by "
+        "clip_grad_norm_(), clip_grad_value_() or unscale_() after step(batch), which changes "
+        "nothing: expected clip=<largest norm> and scaler= of the Step, or for another clipping a "
+        "function given to optimizer.register_step_pre_hook()",
         RuntimeWarning,
         stacklevel=user_stacklevel(),
     )

@@ -3,9 +3,13 @@ and how gradients are accumulated."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
-from typing import Any, Container, Iterator, List, Sequence, Tuple
+import inspect
+import re
+import types
+from typing import Any, Container, Iterator, List, NoReturn, Sequence, Tuple
 
 import torch
 
@@ -14,7 +18,8 @@ from rebatch.torch.undo.undo import NotPutBackError
 
 
 def check_loss_fn(function: Any) -> None:
-    """TypeError for a criterion of PyTorch, which takes what a model returns."""
+    """TypeError for a criterion of PyTorch, which takes what a model returns, and for a function
+    that cannot be called with a model and samples."""
     inner = function.func if isinstance(function, functools.partial) else function
     kind = inner if hasattr(inner, "__qualname__") else type(inner)
     if kind.__module__ in ("torch.nn.modules.loss", "torch.nn.functional"):
@@ -23,6 +28,65 @@ def check_loss_fn(function: Any) -> None:
             "model: expected a function of the model and samples, such as "
             "lambda model, samples: criterion(model(samples[0]), samples[1])"
         )
+    try:
+        signature = inspect.signature(function)
+    except Exception:  # a function of C, or annotations that are no more than text
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"rebatch: loss_fn takes ({', '.join(signature.parameters)}): expected "
+            "loss_fn(model, samples), which gets a part of the batch as samples, such as (x, y)"
+        ) from None
+
+
+def refuse_fields() -> NoReturn:
+    """TypeError for a step that was called with the fields of a batch."""
+    raise TypeError(
+        "rebatch: step was called with the fields of a batch: expected the batch as one argument, "
+        "such as step((x, y)) or step({'x': x, 'y': y}), and loss_fn gets samples in that form"
+    )
+
+
+_BACKWARD = ("backward", "manual_backward")
+_NAMES = re.compile("LOAD|STORE")  # of variables; an instruction may have two
+
+
+def refuse_backward(caller: types.FrameType) -> None:
+    """ValueError where a program that calls a Step goes straight on to a backward() of its loss."""
+    code = [it for it in dis.get_instructions(caller.f_code) if it.offset > caller.f_lasti]
+    if code[0].argval in _BACKWARD:  # step(batch).backward()
+        _refuse_line(caller, code[0].offset)
+    if not re.match("STORE_(FAST|NAME|GLOBAL|DEREF)", code[0].opname):
+        return
+    loss, *others = _variables(code[0])
+    names = [("LOAD", name) for _, name in others]  # of a statement
+    for it in code[1:]:
+        names += (
+            [("", it.argval)] if "ATTR" in it.opname or "METHOD" in it.opname else _variables(it)
+        )
+        if it.opcode in dis.hasjrel or it.opcode in dis.hasjabs or loss in names:
+            return  # what runs next is not known, or the loss is another
+        if ("LOAD", loss[1]) in names and any(("", name) in names for name in _BACKWARD):
+            _refuse_line(caller, it.offset)
+        if it.opname == "POP_TOP" or "STORE" in it.opname:
+            names = []
+
+
+def _variables(it: dis.Instruction) -> List[Tuple[str, Any]]:
+    """("LOAD" or "STORE", name) of each in an instruction."""
+    names = it.argval if isinstance(it.argval, tuple) else (it.argval,)
+    return list(zip(_NAMES.findall(it.opname), names))
+
+
+def _refuse_line(caller: types.FrameType, offset: int) -> NoReturn:
+    code = caller.f_code
+    line = max(line for at, line in dis.findlinestarts(code) if at <= offset and line)
+    raise ValueError(
+        f"rebatch: {code.co_filename}:{line} calls backward() on the loss of step(batch), and a "
+        "Step has done that: expected the loop without this line, optimizer.step() and zero_grad()"
+    )
 
 
 def refuse_gradients(

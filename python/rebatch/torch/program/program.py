@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple, cast
 
 import torch
 
@@ -28,6 +28,11 @@ def listed(value: Any) -> List[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def is_manager(value: Any) -> bool:
+    """Whether it is a context manager, and not a class of them."""
+    return hasattr(type(value), "__enter__")
 
 
 class _LossFn(threading.local):
@@ -100,7 +105,8 @@ class Program:
     def handled(self) -> Set[int]:
         """The ids of what a Step steps, saves or calls by itself."""
         update = self.update
-        parts = [*update.optimizers, *update.schedulers, update.scaler, *self.generators]
+        parts = [*update.given, *update.optimizers, *update.schedulers, update.scaler]
+        parts += self.generators
         return {id(part) for part in (*parts, *listed(self.model))}
 
     def loss_of(self, samples: Any) -> Tuple[Any, Any]:
@@ -117,8 +123,14 @@ class Program:
             return contextlib.nullcontext()
         if isinstance(self.autocast, torch.dtype):
             return torch.autocast(self.device.type, dtype=self.autocast)
-        context: ContextManager[Any] = self.autocast
-        return context
+        context: Any = self.autocast
+        if not is_manager(context):
+            context = context()
+            if not is_manager(context):
+                raise TypeError(
+                    f"rebatch: autocast() returned {context!r}: expected a context manager"
+                )
+        return cast(ContextManager[Any], context)
 
 
 class Running:

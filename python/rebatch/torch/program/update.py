@@ -9,7 +9,14 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch.amp.grad_scaler import OptState
 
-from rebatch.torch.program.double_updates import own_step, step_scheduler, warn_of_scheduler
+from rebatch.torch.program.double_updates import (
+    AppliedGradient,
+    applied_gradient,
+    own_step,
+    step_scheduler,
+    warn_of_clipping,
+    warn_of_scheduler,
+)
 from rebatch.torch.undo.copies import own_part
 from rebatch.torch.undo.contents import is_same_dict
 from rebatch.torch.undo.module_tree import unique
@@ -182,6 +189,28 @@ def check_optimizer(name: str, value: Any) -> None:
     check_has(name, value, "param_groups", "a torch.optim.Optimizer")
 
 
+def _inner(optimizer: Any) -> Any:
+    """That of accelerate's wrapper, whose step() and zero_grad() do nothing in some iterations, and
+    which has a GradScaler of its own."""
+    while type(optimizer).__module__ == "accelerate.optimizer" and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _refuse_accumulation(state: Any) -> None:
+    """ValueError where the program has accelerate accumulate gradients around a step."""
+    if not state.sync_gradients:
+        raise ValueError(
+            "rebatch: a Step was called within accelerate's accumulate(), which keeps gradients "
+            f"for {state.num_steps} iterations, and each call of a Step is an update: expected "
+            "step(batch) without it, and all samples of an update in the batch"
+        )
+
+
+# After so many updates of a Step the loop is known.
+_WATCHED_UPDATES = 3
+
+
 class Update:
     """The optimizers' step, with a GradScaler, clipping and schedulers."""
 
@@ -195,9 +224,16 @@ class Update:
         scaler: Optional[Any],
         clip: Optional[float],
     ):
-        self.optimizers, self.schedulers = list(optimizers), list(schedulers)
-        for optimizer in self.optimizers:
+        self.given, self.schedulers = list(optimizers), list(schedulers)
+        for optimizer in self.given:
             check_optimizer("optimizer", optimizer)
+        self.optimizers = [_inner(optimizer) for optimizer in self.given]
+        self._accelerated: List[Any] = [
+            o for o, inner in zip(self.given, self.optimizers) if o is not inner
+        ]
+        if scaler is None and not self.is_of_trainer:
+            scaler = next((o.scaler for o in self._accelerated if o.scaler is not None), None)
+        for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
                     "rebatch: the optimizer is LBFGS, whose step runs the model again: expected "
@@ -212,11 +248,15 @@ class Update:
             check_has("lr_scheduler", scheduler, "step", "a scheduler of torch.optim")
         if scaler is not None:
             check_has("scaler", scaler, "scale", "a torch.amp.GradScaler")
+            if hasattr(scaler, "is_enabled") and not scaler.is_enabled():
+                scaler = None
         if clip is not None:
             check_above_zero("clip", clip, "a norm")
         self.scaler, self.clip = scaler, clip
         # Groups of each optimizer and what they have, at the points of guards.
         self._groups: Dict[int, List[Tuple[Any, List[Tuple[Any, Any]]]]] = {}
+        self._watched_updates = 0 if self.is_of_trainer else _WATCHED_UPDATES
+        self.applied: Optional[AppliedGradient] = None  # by the last of them
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
@@ -288,6 +328,8 @@ class Update:
         return first.device
 
     def zero_grad(self) -> None:
+        for wrapper in self._accelerated:
+            _refuse_accumulation(wrapper.gradient_state)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.scaler is not None:  # it may have unscaled gradients that are gone now
@@ -338,7 +380,19 @@ class Update:
 
     def done(self) -> None:
         """The update was applied."""
+        if self._watched_updates:
+            self._watched_updates -= 1
+            self.applied = applied_gradient(self.parameters)
         if self.scaler is not None:
             self.scaler.update()
         for scheduler in [s for s in self.schedulers if step_scheduler(s)]:
             warn_of_scheduler(scheduler)  # here, where all of them have stepped
+
+    def look_at_applied(self) -> None:
+        """Once the loop comes back."""
+        applied, self.applied = self.applied, None
+        states = self.scaler._per_optimizer_states.values() if self.scaler is not None else ()
+        is_unscaled = any(state["stage"] is OptState.UNSCALED for state in states)
+        if is_unscaled or (applied and applied.is_scaled()):
+            self._watched_updates = 0
+            warn_of_clipping()

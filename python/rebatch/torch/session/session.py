@@ -4,9 +4,7 @@ in a callback becomes."""
 from __future__ import annotations
 
 import ctypes as C
-import difflib
 import gc
-import inspect
 import operator
 import os
 import re
@@ -117,16 +115,6 @@ def _sizes(name: str, values: Any) -> list[Any]:
     if not hasattr(values, "__iter__"):
         raise TypeError(f"rebatch: {name} is {values!r}: expected a list of sizes")
     return [_count(f"{name}[{i}]", value, least=1) for i, value in enumerate(values)]
-
-
-def check_names(options: dict[Any, Any], function: str) -> None:
-    """TypeError for a keyword that is no option of a session."""
-    known = list(inspect.signature(session_options).parameters)
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-            raise TypeError(f"rebatch: {function} has no option {name}: {meant}")
 
 
 def session_options(
