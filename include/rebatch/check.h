@@ -134,7 +134,7 @@ typedef struct rebatch_check_report {
     uint64_t update_allocations; /**< of one of them */
     uint64_t update_ooms;        /**< of them, those that failed, each in a run of its own */
     const char *not_looked_at;   /**< a static string: what was not looked at, and why; NULL:
-                                      nothing */
+                                      nothing but memory outside the pool that has no name */
 } rebatch_check_report;
 
 #ifdef __cplusplus

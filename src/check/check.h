@@ -212,6 +212,8 @@ void rbi_older_close(struct rbi_old_blocks *blocks);
 rebatch_status rbi_older_save(char ***out, const struct rbi_old_blocks *blocks);
 /* Notes the contents, and which have changed since they were noted last. The device is idle. */
 rebatch_status rbi_older_note(struct rbi_old_blocks *blocks);
+/* Notes the contents again: the first that has changed since, and that no guard holds. */
+bool rbi_older_find_changed(struct rbi_text *t, struct rbi_old_blocks *blocks);
 /* Settles what was freed for good: what comes and goes is no result. */
 void rbi_older_drop_gone(struct rbi_items *items, struct rbi_old_blocks *blocks);
 /* Adds those that have changed to what is compared. *left_out is the size of those that are too

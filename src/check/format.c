@@ -77,6 +77,12 @@ static void add_summary(struct rbi_text *t, const rebatch_check_report *report)
                  report->is_cut_short ? ", cut short by max_seconds" : "");
 }
 
+static void add_not_looked_at(struct rbi_text *t, const char *what)
+{
+    rbi_text_add(t, "%-*s", INDENT, "not looked at");
+    add_wrapped(t, what);
+}
+
 size_t rebatch_check_format(char *text, size_t size, const rebatch_check_report *report)
 {
     struct rbi_text t = {text, size, 0};
@@ -91,9 +97,10 @@ size_t rebatch_check_format(char *text, size_t size, const rebatch_check_report 
     else
         rbi_text_add(&t, "no mistakes");
     add_summary(&t, report);
-    if (report->not_looked_at) {
-        rbi_text_add(&t, "%-*s", INDENT, "not looked at");
-        add_wrapped(&t, report->not_looked_at);
-    }
+    if (report->not_looked_at)
+        add_not_looked_at(&t, report->not_looked_at);
+    if (!report->mistakes)
+        add_not_looked_at(&t, "memory outside the pool that has no name: name with "
+                              "rebatch_watch() what is summed there, such as a loss");
     return t.length;
 }

@@ -190,6 +190,21 @@ rebatch_status rbi_older_note(struct rbi_old_blocks *blocks)
     return status;
 }
 
+bool rbi_older_find_changed(struct rbi_text *t, struct rbi_old_blocks *blocks)
+{
+    const rebatch_status status = rbi_older_note(blocks);
+    for (size_t i = 0; i < blocks->count && !status; i++) {
+        const struct rbi_old_block *const block = &blocks->list[i];
+        if (block->is_gone || !block->has_changed || rbi_guards_hold(blocks->rb, block->address))
+            continue;
+        rbi_text_add(t, "block %" PRIu64 " (", block->allocation);
+        rbi_text_add_bytes(t, block->bytes);
+        rbi_text_add(t, ")");
+        return true;
+    }
+    return false;
+}
+
 rebatch_status rbi_older_add_changed(struct rbi_items *items, const struct rbi_old_blocks *blocks,
                                      uint64_t *left_out)
 {

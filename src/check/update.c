@@ -44,9 +44,41 @@ static char *values_of(const struct update *u)
 
 /* ---- in a copy of the process ---- */
 
-static rebatch_status run_steps(struct rbi_check *c, struct given *given, uint64_t nth)
+/* Something that no guard restores: "\"w\"", "block 3 (64 B)". */
+static bool find_changed(struct rbi_text *t, struct update *u)
+{
+    struct rbi_check *const c = u->c;
+    if (rbi_values_read(&c->other, &c->items))
+        return false;
+    for (size_t i = 0; i < c->items.count; i++) {
+        const struct rbi_item *const item = &c->items.list[i];
+        if (memcmp(c->other.copies[i], c->now.copies[i], item->bytes) == 0 ||
+            (item->pointer && rbi_guards_hold(c->rb, item->pointer)))
+            continue;
+        rbi_item_add(t, item);
+        return true;
+    }
+    return rbi_older_find_changed(t, &u->blocks);
+}
+
+/* optimizer_step has run, which promises to say before it changes things that it does. */
+static void find_undeclared(struct update *u)
+{
+    char what[128] = "nothing that was looked at,";
+    struct rbi_text t = {what, sizeof what, 0};
+    if (u->c->report->updates > 1 || !rbi_callback_breaks_promise(u->c->rb, RBI_OPTIMIZER))
+        return;
+    const bool is_seen = find_changed(&t, u);
+    rbi_finding_add(u->c->report, is_seen ? REBATCH_FINDING_EARLY : REBATCH_FINDING_UNWATCHED, "",
+                    "optimizer_step changes %s and never calls rebatch_mutating(), which "
+                    "REBATCH_DECLARES_MUTATION promises: call it before the first change",
+                    what);
+}
+
+static rebatch_status run_steps(struct update *u, struct given *given, uint64_t nth)
 {
     size_t ran;
+    struct rbi_check *const c = u->c;
     struct rbi_injection *const injection = &c->injection;
     rebatch_status status = rbi_check_run(c, c->base, 0, &ran);
     const uint64_t before = injection->requests;
@@ -54,7 +86,11 @@ static rebatch_status run_steps(struct rbi_check *c, struct given *given, uint64
     if (nth)
         injection->fails_at = before + nth;
     if (!status)
+        status = rbi_older_note(&u->blocks);
+    if (!status)
         status = rbi_dry_step_update(c->rb);
+    if (!status)
+        find_undeclared(u);
     given->requests = injection->requests - before;
     given->has_failed = injection->is_done;
     given->was_swallowed = injection->was_swallowed;
@@ -71,7 +107,7 @@ static void run_copy(struct update *u, uint64_t nth)
     char *to = values_of(u);
     rbi_ending_leave(c);
     rbi_ending_watch(c); /* of this process */
-    given->status = run_steps(c, given, nth);
+    given->status = run_steps(u, given, nth);
     struct rbi_text t = {given->error, sizeof given->error, 0};
     if (given->status)
         rbi_text_add(&t, "%s", rebatch_last_error());

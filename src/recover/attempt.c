@@ -131,7 +131,7 @@ rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
 /* A callback has succeeded that said it would declare, and never did in this session. It may have
  * changed things all the same, and an OOM then was handled wrong. That it changed nothing may be
  * true of an update, which can be skipped, and of a trial. */
-static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
+bool rbi_callback_breaks_promise(const rebatch *rb, enum rbi_callback which)
 {
     return (rb->run.ops->flags & REBATCH_DECLARES_MUTATION) && !rb->has_declared[which];
 }
@@ -139,14 +139,14 @@ static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
 static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
     if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing && !votes(rb, call->which) &&
-        breaks_promise(rb, call->which))
+        rbi_callback_breaks_promise(rb, call->which))
         return rbi_result_say_undeclared(rb, call);
     return REBATCH_OK;
 }
 
 static void warn_of_promise(rebatch *rb)
 {
-    if (rb->has_warned_of_promise || !breaks_promise(rb, RBI_OPTIMIZER))
+    if (rb->has_warned_of_promise || !rbi_callback_breaks_promise(rb, RBI_OPTIMIZER))
         return;
     rb->has_warned_of_promise = true;
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_UNDECLARED);

@@ -185,6 +185,8 @@ const char *rbi_callback_name(enum rbi_callback which);
  * A REBATCH_OOM has left no stale error behind, the stream is idle, and rbi_session_failure() is
  * about it. */
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb);
+/* Whether it promises to call rebatch_mutating(), and has never done so. */
+bool rbi_callback_breaks_promise(const rebatch *rb, enum rbi_callback which);
 /* Whether a callback of `rb`, which may be NULL, is running in this thread. */
 bool rbi_callback_is_running(const rebatch *rb);
 /* Whether what this thread does is the running callback's: also in a thread that has joined. */

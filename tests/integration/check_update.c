@@ -19,6 +19,7 @@ enum mistake {
     SWALLOWS_AN_OOM,
     COPES_WITH_AN_OOM,
     DIES_OF_AN_OOM,
+    NEVER_SAYS_SO,
     DRAWS_NUMBERS /* which is none: they are of another source each time */
 };
 
@@ -29,6 +30,7 @@ struct trainer {
     float *weights; /* of the pool, not watched */
     float *moments; /* made by the first update */
     float bias;     /* not watched either */
+    float *also;    /* what change_in_silence() changes beside the bias */
     float gradient[PARAMETERS];
     size_t updates;
 };
@@ -101,7 +103,8 @@ static rebatch_status optimizer_step(void *user)
                          (t->mistake == SWALLOWS_AN_OOM || t->mistake == COPES_WITH_AN_OOM);
     if (status && !goes_on)
         return status;
-    rebatch_mutating(t->rb);
+    if (t->mistake != NEVER_SAYS_SO)
+        rebatch_mutating(t->rb);
     update(t, t->mistake == COPES_WITH_AN_OOM ? t->moments : scale);
     return scale ? rebatch_pool_free(rebatch_get_pool(t->rb), scale) : REBATCH_OK;
 }
@@ -139,6 +142,9 @@ static const struct {
     {READS_NEW_MEMORY, REBATCH_FINDING_UNINITIALIZED, "gradient",
      "where new memory is not 0 in optimizer_step"},
     {SWALLOWS_AN_OOM, REBATCH_FINDING_SWALLOWED, "gradient", "return the status of the allocation"},
+    {NEVER_SAYS_SO, REBATCH_FINDING_EARLY, "",
+     "optimizer_step changes block 0 (32 B) and never calls rebatch_mutating(), which "
+     "REBATCH_DECLARES_MUTATION promises: call it before the first change"},
     {DIES_OF_AN_OOM, REBATCH_FINDING_FAILED, "", "the program ended by signal 9"},
 };
 
@@ -152,6 +158,45 @@ Test(check_update, mistakes_of_optimizer_step_are_found)
         cr_expect(found && strstr(found->text, cases[i].says), "of mistake %d it says:\n%s",
                   (int)cases[i].mistake, check_texts(&report));
         cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
+    }
+}
+
+static rebatch_status change_in_silence(void *user)
+{
+    struct trainer *t = user;
+    t->bias -= t->gradient[0];
+    if (t->also)
+        t->also[0] -= t->gradient[0];
+    return REBATCH_OK;
+}
+
+static rebatch_status change_nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+/* What is watched and what is guarded; where nothing is seen to change it may be right. */
+Test(check_update, an_update_that_never_declares_is_told)
+{
+    for (int way = 0; way < 4; way++) {
+        rebatch_check_report report;
+        float own[PARAMETERS] = {0};
+        rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+        OPEN(trainer, t, NONE);
+        ops.optimizer_step = way == 3 ? change_nothing : change_in_silence;
+        t.also = way == 0 ? own : way == 1 ? t.gradient : NULL;
+        OK(rebatch_watch(t.rb, "weights", own, sizeof own, REBATCH_GUARD_HOST, REBATCH_F32));
+        cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report),
+                     way < 2 ? REBATCH_E_STATE : REBATCH_OK, "%d: %s", way, check_texts(&report));
+        cr_expect_eq(report.mistakes, way < 2, "%d: %s", way, check_texts(&report));
+        HAS(report.findings[0].text, "never calls rebatch_mutating()");
+        HAS(report.findings[0].text, way == 0   ? "changes \"weights\""
+                                     : way == 1 ? "changes \"gradient\""
+                                                : "changes nothing that was looked at");
+        ops.flags = 0;
+        cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%d: %s", way,
+                     check_texts(&report));
     }
 }
 
