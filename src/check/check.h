@@ -129,6 +129,7 @@ bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale 
 /* How far two runs differ by rounding, as a part of the largest value. */
 struct rbi_noise {
     bool is_measured;
+    bool is_of_few; /* by few samples alone: the result does not follow the batch */
     double largest, rms;
 };
 
@@ -148,6 +149,7 @@ struct rbi_item {
     double size;      /* the largest value after the first run */
     struct rbi_noise noise;
     struct rbi_noise noise_uncut; /* of the first run's micro-batches alone */
+    struct rbi_noise noise_few;   /* of few samples */
 };
 
 struct rbi_items {
@@ -236,6 +238,9 @@ struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char
  * are not 0. */
 double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
                                double part);
+/* The share of them that differ by more than that part of their own size. */
+double rbi_values_share_other(const struct rbi_item *item, const char *was, const char *is,
+                              double part);
 double rbi_values_largest(const struct rbi_item *item, const char *values);
 /* How many numbers it has. */
 size_t rbi_values_count(const struct rbi_item *item);
@@ -296,7 +301,7 @@ struct rbi_check {
     struct rbi_parts whole; /* the micro-batches of the first run */
     struct rbi_parts ran;   /* those of the last rbi_check_run() */
     struct rbi_parts replayed_parts;
-    bool has_own_weights;      /* they do not go by the batch */
+    bool has_own_weights;      /* which may not go by the batch */
     bool has_resize;           /* there is such a callback */
     bool is_first;             /* run, which shows what zero_grad clears */
     bool is_rounding_measured; /* of the first run's micro-batches */
@@ -354,6 +359,7 @@ struct rbi_comparison {
     const struct rbi_parts *parts; /* of other micro-batches than the first run's; else NULL */
     const char *verb;              /* NULL: "differs" */
     bool is_exact;                 /* any bit that differs is a finding */
+    bool is_few;                   /* of few samples, in other micro-batches */
 };
 /* Adds one finding about all that differs. Runs more where rounding is to be measured; no run is
  * there to be undone. */
@@ -373,6 +379,10 @@ enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_
 enum rbi_verdict rbi_rounding_judge_cut(const struct rbi_check *c, const struct rbi_item *item,
                                         const struct rbi_difference *difference, const char *was,
                                         const char *is);
+/* Few samples in other micro-batches. */
+enum rbi_verdict rbi_rounding_judge_few(const struct rbi_check *c, const struct rbi_item *item,
+                                        const struct rbi_difference *difference, const char *was,
+                                        const char *is);
 /* After the first run: how large values are. */
 void rbi_rounding_note_sizes(struct rbi_check *c);
 /* Whether it is so small that it is nothing but rounding. */
@@ -381,6 +391,9 @@ bool rbi_rounding_is_all(const struct rbi_check *c, const struct rbi_item *item,
 /* Whether measuring could tell. */
 bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi_item *item,
                                      const struct rbi_difference *difference);
+/* By so many samples in two cuts, whose results are in c->other and c->now: for a program that
+ * the function below does not measure, as its weights do not go by the batch. */
+void rbi_rounding_measure_few(struct rbi_check *c, size_t samples);
 /* Runs these micro-batches as parts of larger batches, and compares with `was`. */
 rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
                                     const struct rbi_values *was);

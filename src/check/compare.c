@@ -132,9 +132,11 @@ rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *wha
         const struct rbi_difference difference = difference_of(what, item, i);
         const enum rbi_verdict verdict =
             what->is_exact && difference.differs ? RBI_WRONG
-            : what->parts ? rbi_rounding_judge_cut(c, item, &difference, what->was->copies[i],
-                                                   what->is->copies[i])
-                          : rbi_rounding_judge(c, item, &difference);
+            : what->is_few ? rbi_rounding_judge_few(c, item, &difference, what->was->copies[i],
+                                                    what->is->copies[i])
+            : what->parts  ? rbi_rounding_judge_cut(c, item, &difference, what->was->copies[i],
+                                                    what->is->copies[i])
+                           : rbi_rounding_judge(c, item, &difference);
         if (verdict == RBI_WRONG) {
             add_name(&about, item, &difference);
             item->is_settled = true;
@@ -161,8 +163,8 @@ void rbi_compare_end(struct rbi_check *c)
                         "%s, by %.1e of its largest value, which is the most of all%s",
                         c->rounding_of, c->rounding,
                         c->is_rounding_unsure
-                            ? "; more than float rounds, and how this program rounds could not be "
-                              "measured, since its results do not follow mb->batch: see that it "
-                              "computes in TF32, bf16 or fp16"
+                            ? "; more than float rounds, and how this program rounds could be "
+                              "measured by few samples alone, since its results do not follow "
+                              "mb->batch: see that it computes in TF32, bf16 or fp16"
                             : "");
 }

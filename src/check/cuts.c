@@ -198,6 +198,52 @@ static rebatch_status run_changes(struct rbi_check *c, struct rbi_parts *parts)
     return status;
 }
 
+/* ---- few samples ---- */
+
+/* Into c->other and c->now. */
+static rebatch_status run_both(struct rbi_check *c, struct rbi_parts *parts, size_t large,
+                               bool *is_there)
+{
+    const size_t batch = rbi_session_batch(c->rb);
+    const size_t sizes[] = {large, rbi_round_size_up(rbi_session_options(c->rb), 1)};
+    rebatch_status status = REBATCH_OK;
+    *is_there = true;
+    for (size_t i = 0; i < 2 && !status && *is_there; i++) {
+        parts->count = 0;
+        if (!add_rest(c, parts, batch - large, sizes[i]))
+            return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+        status = rbi_check_run_parts(c, parts, batch, i ? &c->now : &c->other);
+        *is_there = !status;
+        const rebatch_status undone = rbi_check_undo(c);
+        status = rbi_check_is_fatal(status) ? status : undone;
+    }
+    return status;
+}
+
+/* The last samples of the batch, as few as can be cut: they come in one micro-batch, and in the
+ * smallest ones. A wrong place or weight is most of that result, and rounding is next to none. */
+static rebatch_status run_few(struct rbi_check *c, struct rbi_parts *parts)
+{
+    char when[128];
+    bool is_there;
+    struct rbi_text t = {when, sizeof when, 0};
+    const rebatch_options *const options = rbi_session_options(c->rb);
+    const size_t batch = rbi_session_batch(c->rb), least = rbi_round_size_up(options, 1);
+    const size_t large = rbi_round_size_up(options, least + 1);
+    if (!large || large > c->base || large > batch || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    rebatch_status status = run_both(c, parts, large, &is_there);
+    if (status || !is_there)
+        return status;
+    rbi_rounding_measure_few(c, large);
+    rbi_text_add(&t, "when samples %zu-%zu come in micro-batches of ", batch - large, batch - 1);
+    add_samples(&t, least);
+    status = rbi_compare(c, &(struct rbi_comparison){REBATCH_FINDING_CUT, when, cut_advice,
+                                                     &c->other, &c->now, .is_few = true});
+    c->is_cut_wrong = rbi_finding_has(c->report, REBATCH_FINDING_CUT);
+    return status;
+}
+
 /* ---- a size at which an OOM is swallowed ---- */
 
 static rebatch_status run_swallowing(struct rbi_check *c)
@@ -258,7 +304,9 @@ static void find_trend(struct rbi_check *c)
 rebatch_status rbi_cuts_run(struct rbi_check *c)
 {
     struct rbi_parts parts = {NULL, 0, 0};
-    rebatch_status status = run_sizes(c);
+    rebatch_status status = run_few(c, &parts);
+    if (!status)
+        status = run_sizes(c);
     if (!status)
         status = run_changes(c, &parts);
     if (!status)
@@ -297,7 +345,7 @@ static void note_weights(struct rbi_check *c)
 
 rebatch_status rbi_cuts_run_twice(struct rbi_check *c)
 {
-    if (c->has_own_weights || !rbi_check_has_time(c))
+    if (c->has_own_weights || c->is_cut_wrong || !rbi_check_has_time(c))
         return REBATCH_OK;
     const rebatch_status status = rbi_check_run_repeated(c, 2);
     if (rbi_check_is_fatal(status))

@@ -24,9 +24,9 @@ static void compare_attempt(struct rbi_check *c)
     rbi_text_add(&t, "when ");
     rbi_place_add(&t, &c->injection.injected, c->injection.injected_bytes);
     rbi_text_add(&t, " failed, before rebatch_mutating()");
-    (void)rbi_compare(c, &(struct rbi_comparison){REBATCH_FINDING_EARLY, when,
-                                                  "call it before the change, or guard it",
-                                                  &c->other, &c->now, NULL, "had changed", true});
+    (void)rbi_compare(c, &(struct rbi_comparison){
+                             REBATCH_FINDING_EARLY, when, "call it before the change, or guard it",
+                             &c->other, &c->now, .verb = "had changed", .is_exact = true});
 }
 
 void rbi_ooms_was_taken_back(void *user)

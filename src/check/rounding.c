@@ -8,6 +8,9 @@
 #define FAR 8
 /* The bound where rounding could not be measured. */
 #define MOST_UNMEASURED 0.02
+/* Few samples may show nothing of TF32 and bfloat16, where a bit that float rounds otherwise makes
+ * an operand another one now and then. */
+#define LEAST_OF_NARROW 5e-4
 
 /* A few outliers are rounding: at most FEW of the numbers (FEW_NARROW below float), each off by
  * less than GROSS. */
@@ -19,6 +22,12 @@
 #define SPREAD 0.46
 /* A result this much smaller than most is nothing but rounding. */
 #define TINY 1e-4
+/* So it is, or all its numbers may be mostly rounding. */
+#define SMALL 0.03
+/* Of few samples, most numbers differ by more than this part of themselves by a mistake alone; of
+ * results of at least so many numbers. */
+#define OTHER 0.25
+#define LEAST_OF_FEW 8
 
 /* A difference up to this never counts. */
 static double floor_of(rebatch_number number)
@@ -62,8 +71,8 @@ static bool are_few(const struct rbi_check *c, const struct rbi_item *item,
 {
     const struct rbi_noise *noise = &item->noise;
     const double least = floor_of(item->number);
-    const double limit = !noise->is_measured ? MOST_UNMEASURED : fmax(least, FAR * noise->rms);
-    const double most = FAR * noise->largest > least || !noise->is_measured ? FEW_NARROW : FEW;
+    const double limit = fmax(least, FAR * noise->rms);
+    const double most = FAR * noise->largest > least && !noise->is_of_few ? FEW_NARROW : FEW;
     const double gross = fmax(GROSS, 4.0 / (double)rbi_session_batch(c->rb));
     return difference->largest <= gross && rbi_values_share_beyond(item, was, is, limit) <= most &&
            rbi_values_share_beyond(item, was, is, difference->rms / 2) <= SPREAD;
@@ -79,14 +88,27 @@ enum rbi_verdict rbi_rounding_judge_cut(const struct rbi_check *c, const struct 
         return verdict;
     if (rbi_rounding_is_all(c, item, difference))
         return RBI_ROUNDING;
-    if (!noise->is_measured && difference->largest <= MOST_UNMEASURED)
-        return RBI_UNSURE;
-    if (noise->is_measured && difference->largest <= FAR * noise->largest &&
-        difference->rms <= FAR * noise->rms)
-        return RBI_ROUNDING;
-    if (are_few(c, item, difference, was, is))
-        return noise->is_measured ? RBI_ROUNDING : RBI_UNSURE;
-    return RBI_WRONG;
+    if (!noise->is_measured)
+        return difference->largest <= MOST_UNMEASURED ? RBI_UNSURE : RBI_WRONG;
+    const double least = noise->is_of_few ? LEAST_OF_NARROW : 0;
+    const bool is_near = difference->largest <= FAR * fmax(noise->largest, least) &&
+                         difference->rms <= FAR * fmax(noise->rms, least);
+    if (!is_near && !are_few(c, item, difference, was, is))
+        return RBI_WRONG;
+    return noise->is_of_few ? RBI_UNSURE : RBI_ROUNDING;
+}
+
+enum rbi_verdict rbi_rounding_judge_few(const struct rbi_check *c, const struct rbi_item *item,
+                                        const struct rbi_difference *difference, const char *was,
+                                        const char *is)
+{
+    const enum rbi_verdict verdict = rbi_rounding_judge(c, item, difference);
+    if (verdict != RBI_WRONG || is_of_bits(c, item))
+        return verdict;
+    const bool is_other = rbi_values_count(item) >= LEAST_OF_FEW &&
+                          fmax(item->size, fabs(difference->is)) > SMALL * c->typical_size &&
+                          rbi_values_share_other(item, was, is, OTHER) > 0.5;
+    return is_other && c->options.tolerance <= 0 ? RBI_WRONG : RBI_EQUAL;
 }
 
 bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi_item *item,
@@ -128,7 +150,6 @@ static const size_t factors[] = {3, 5, 7};
 /* A result at most SMALL as large as most, with an error of at least NOTHING_BUT of its value, is
  * nothing but rounding: the gradient of a bias before a normalization. Others are off by at most
  * MOST_NOISE. */
-#define SMALL 0.03
 #define NOTHING_BUT 0.5
 #define MOST_NOISE 0.0125
 /* More micro-batches round more, up to this many times as much. */
@@ -153,7 +174,7 @@ static void learn(const struct rbi_check *c, struct rbi_item *item, const char *
     const double expected = is_little ? 1 : whole; /* the growth of noise means nothing */
     const struct rbi_difference difference =
         rbi_values_compare(item, was, is, expected / (double)factor);
-    struct rbi_noise noise = {true, difference.largest * fabs(expected),
+    struct rbi_noise noise = {true, false, difference.largest * fabs(expected),
                               difference.rms * fabs(expected)};
     if (!isfinite(noise.largest))
         return;
@@ -166,6 +187,7 @@ static void learn(const struct rbi_check *c, struct rbi_item *item, const char *
         noise.rms = fmin(noise.rms, most->rms * MOST_BY_CUTTING);
     }
     item->noise.is_measured = true;
+    item->noise.is_of_few = false;
     item->noise.largest = fmax(item->noise.largest, noise.largest);
     item->noise.rms = fmax(item->noise.rms, noise.rms);
 }
@@ -205,13 +227,16 @@ static double median(const struct rbi_items *items, bool is_rms)
  * at least the median. */
 static void share(struct rbi_items *items)
 {
-    bool is_any = false;
-    for (size_t i = 0; i < items->count; i++)
+    bool is_any = false, is_of_few = false;
+    for (size_t i = 0; i < items->count; i++) {
         is_any |= items->list[i].noise.is_measured;
+        is_of_few |= items->list[i].noise.is_of_few;
+    }
     const double largest = median(items, false), rms = median(items, true);
     for (size_t i = 0; i < items->count && is_any; i++) {
         struct rbi_noise *const noise = &items->list[i].noise;
         noise->is_measured = true;
+        noise->is_of_few = is_of_few;
         noise->largest = fmax(noise->largest, largest);
         noise->rms = fmax(noise->rms, rms);
     }
@@ -226,13 +251,58 @@ static void learn_all(struct rbi_check *c, const struct rbi_values *was, size_t 
     }
 }
 
+/* Roundings of samples add up by the root of their number, and so do those of micro-batches. More
+ * than what leads to MOST_UNMEASURED may be a mistake's, and is no measure. */
+void rbi_rounding_measure_few(struct rbi_check *c, size_t samples)
+{
+    const double more = sqrt((double)rbi_session_batch(c->rb) / (double)samples);
+    for (size_t i = 0; i < c->items.count; i++) {
+        struct rbi_item *const item = &c->items.list[i];
+        const char *const was = c->other.copies[i];
+        if (!item->is_compared || item->size <= 0 || rbi_values_count(item) < LEAST_OF_FEW)
+            continue;
+        const struct rbi_difference difference = rbi_values_compare(item, was, c->now.copies[i], 1);
+        const double by = fmax(1, more * rbi_values_largest(item, was) / item->size);
+        struct rbi_noise noise = {true, true, difference.largest * by, difference.rms * by};
+        const double most = MOST_UNMEASURED / FAR;
+        if (!isfinite(noise.rms))
+            continue;
+        if (noise.rms <= most)
+            noise.largest = fmin(noise.largest, most);
+        if (noise.rms <= most || is_nothing_but(c, item, &noise, was))
+            item->noise_few = noise;
+    }
+}
+
+static void take_few(struct rbi_items *items, size_t parts)
+{
+    const double by = sqrt((double)parts);
+    for (size_t i = 0; i < items->count; i++) {
+        struct rbi_noise noise = items->list[i].noise_few;
+        const double most = fmax(MOST_UNMEASURED / FAR, noise.largest);
+        noise.largest = fmin(noise.largest * by, most);
+        noise.rms = fmin(noise.rms * by, most);
+        items->list[i].noise = noise;
+    }
+}
+
+/* Whether results follow the batch. */
+static bool is_any_learned(const struct rbi_check *c)
+{
+    for (size_t i = 0; i < c->items.count; i++) {
+        const struct rbi_item *const item = &c->items.list[i];
+        if (item->noise.is_measured && !item->noise.is_of_few &&
+            item->size > SMALL * c->typical_size)
+            return true;
+    }
+    return false;
+}
+
 rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
                                     const struct rbi_values *was)
 {
     rebatch_status status = REBATCH_OK;
     const size_t batch = rbi_session_batch(c->rb);
-    if (c->has_own_weights)
-        return REBATCH_OK;
     for (size_t k = 0; k < sizeof factors / sizeof *factors && rbi_check_has_time(c); k++) {
         status = rbi_check_run_parts(c, parts, factors[k] * batch, &c->other);
         if (!status)
@@ -240,9 +310,11 @@ rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts 
         const rebatch_status undone = rbi_check_undo(c);
         if (rbi_check_is_fatal(status) || undone)
             return undone ? undone : status;
-        if (status)
-            break; /* the program does not run so */
+        if (status || !is_any_learned(c))
+            break; /* the program does not run so, or does not follow the batch */
     }
+    if (!is_any_learned(c))
+        take_few(&c->items, parts->count);
     share(&c->items);
     for (size_t i = 0; i < c->items.count && parts == &c->whole; i++)
         c->items.list[i].noise_uncut = c->items.list[i].noise;

@@ -146,6 +146,21 @@ double rbi_values_share_beyond(const struct rbi_item *item, const char *was, con
     return all ? (double)beyond / (double)all : 0;
 }
 
+double rbi_values_share_other(const struct rbi_item *item, const char *was, const char *is,
+                              double part)
+{
+    const size_t count = rbi_values_count(item);
+    size_t all = 0, other = 0;
+    for (size_t i = 0; i < count; i++) {
+        const double a = value_at(item, was, i), b = value_at(item, is, i);
+        if (a == 0 && b == 0)
+            continue;
+        all++;
+        other += !(fabs(b - a) <= part * fmax(fabs(a), fabs(b)));
+    }
+    return all ? (double)other / (double)all : 0;
+}
+
 double rbi_values_rms(const struct rbi_item *item, const char *values)
 {
     const size_t count = rbi_values_count(item);

@@ -102,6 +102,7 @@ rebatch_status rbi_dry_step_run_parts(rebatch *rb, const struct rbi_part *parts,
                              .stream = rb->options.stream,
                              .rank_batch = batch};
     rebatch_status status = begin_run(rb, count ? parts[0].count : 1);
+    rb->run.total = batch; /* rebatch_get_batch() says so too */
     if (!status)
         status = rbi_zero_grad_run(rb);
     for (size_t i = 0; i < count && !status; i++) {

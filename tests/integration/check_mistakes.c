@@ -445,11 +445,11 @@ static const struct {
     {READS_WHAT_WAS_TAKEN_BACK, REBATCH_FINDING_NOT_REPEATABLE, "gradient",
      "guard or watch what changes in between, such as RNG state or a pointer"},
     {WEIGHT_OF_THE_COUNT, REBATCH_FINDING_CUT, "gradient",
-     "with micro-batches of 12 samples instead of 24"},
+     "when samples 22-23 come in micro-batches of 1 sample"},
     {WEIGHT_OF_THE_COUNT_AND_WATCHES_NOTHING, REBATCH_FINDING_CUT, "block 1",
-     "block 1 (32 B) differs with micro-batches of 12 samples"},
+     "block 1 (32 B) differs when samples 22-23 come in micro-batches of 1 sample"},
     {WEIGHT_OF_THE_COUNT_IN_WHAT_ZERO_GRAD_MAKES, REBATCH_FINDING_CUT, "allocation 1 of zero_grad",
-     "allocation 1 of zero_grad (32 B) differs with micro-batches of 12 samples"},
+     "allocation 1 of zero_grad (32 B) differs when samples 22-23 come in micro-batches of 1"},
     {SUM_INSTEAD_OF_MEAN, REBATCH_FINDING_WEIGHT, "", "weight a sample by 1/batch"},
     {PLACE_OF_THE_COUNT, REBATCH_FINDING_CUT, "gradient", "its place is first + i"},
     {NORMALIZES_BY_THE_MICRO_BATCH, REBATCH_FINDING_CUT, "gradient", "differ"},
@@ -504,12 +504,15 @@ static const struct {
      "its variable holds no pointer"},
 };
 
-/* One cause has one finding. */
-Test(check_mistakes, each_is_found_and_named_once)
+/* One cause has one finding, also where the program says that its weights are its own. */
+static void find_each(uint32_t flags)
 {
-    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    ops.flags |= flags;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         rebatch_check_report report;
+        if (flags && cases[i].mistake == SUM_INSTEAD_OF_MEAN)
+            continue; /* which is right then */
         OPEN(trainer, t, cases[i].mistake, 0);
         const rebatch_status status = rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report);
         const rebatch_finding *finding = check_find(&report, cases[i].kind, cases[i].name);
@@ -523,6 +526,16 @@ Test(check_mistakes, each_is_found_and_named_once)
         cr_expect_eq(status, report.status);
         cr_expect_eq(t.run.updates, 0);
     }
+}
+
+Test(check_mistakes, each_is_found_and_named_once)
+{
+    find_each(0);
+}
+
+Test(check_mistakes, each_is_found_and_named_once_with_own_weights)
+{
+    find_each(REBATCH_OWN_WEIGHTS);
 }
 
 Test(check_mistakes, memory_that_micro_batches_leave_is_found_in_a_batch_of_any_size)

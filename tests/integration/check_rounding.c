@@ -17,9 +17,10 @@ enum precision { FLOAT, TF32, MIXED, BFLOAT16 };
 
 enum mistake {
     NONE,
-    OWN_WEIGHTS, /* which is none: samples are weighted by a constant */
     WEIGHT_OF_THE_COUNT,
     LEAVES_OUT_A_SAMPLE,
+    SAMPLES_OF_THE_BEGINNING,
+    TARGETS_OF_THE_BEGINNING,
     MEAN_OF_THE_MICRO_BATCH,
     DECAYS_IN_EACH_MICRO_BATCH
 };
@@ -28,6 +29,9 @@ struct net {
     struct check_run run;
     enum precision precision;
     enum mistake mistake;
+    size_t batch;
+    bool has_own_weights; /* samples are weighted by a constant */
+    bool asks_session;    /* for the batch */
     rebatch_device *device;
     uint64_t rng;
     float decay; /* of the weights, which is added to the gradients */
@@ -107,8 +111,21 @@ static bool is_relu(size_t h)
 static float weight_of(const struct net *n, const rebatch_microbatch *mb)
 {
     return n->mistake == WEIGHT_OF_THE_COUNT ? 1 / (float)mb->count
-           : n->mistake == OWN_WEIGHTS       ? 1 / (float)BATCH
+           : n->has_own_weights              ? 1 / (float)n->batch
+           : n->asks_session                 ? 1 / (float)rebatch_get_batch(n->run.rb, 1)
                                              : 1 / (float)mb->batch;
+}
+
+static const float *input_of(const struct net *n, const rebatch_microbatch *mb, size_t i)
+{
+    return n->x[n->mistake == SAMPLES_OF_THE_BEGINNING ? i : mb->first + i];
+}
+
+static const float *target_of(const struct net *n, const rebatch_microbatch *mb, size_t i)
+{
+    return n->y[n->mistake == SAMPLES_OF_THE_BEGINNING || n->mistake == TARGETS_OF_THE_BEGINNING
+                    ? i
+                    : mb->first + i];
 }
 
 /* The mean of a sample is taken away, or, by mistake, that of the micro-batch; so a shift of all
@@ -137,7 +154,7 @@ static void forward(struct net *n, const rebatch_microbatch *mb, struct activati
         for (size_t h = 0; h < HIDDEN; h++) {
             struct sum sum = sum_for(mb->count);
             for (size_t k = 0; k < INPUTS; k++)
-                sum_add(&sum, operand(n, n->w1[h][k]) * operand(n, n->x[mb->first + i][k]));
+                sum_add(&sum, operand(n, n->w1[h][k]) * operand(n, input_of(n, mb, i)[k]));
             const float before = sum_end(&sum);
             a->before[i][h] = before;
             a->hidden[i][h] = n->shift + (is_relu(h) ? fmaxf(before, 0) : tanhf(before));
@@ -148,7 +165,7 @@ static void forward(struct net *n, const rebatch_microbatch *mb, struct activati
             struct sum sum = sum_for(mb->count + 1);
             for (size_t h = 0; h < HIDDEN; h++)
                 sum_add(&sum, operand(n, n->w2[o][h]) * a->centered[i][h]);
-            a->dout[i][o] = sum_end(&sum) - n->y[mb->first + i][o];
+            a->dout[i][o] = sum_end(&sum) - target_of(n, mb, i)[o];
         }
 }
 
@@ -210,7 +227,7 @@ static void accumulate(struct net *n, const rebatch_microbatch *mb, const struct
         for (size_t k = 0; k < INPUTS; k++) {
             struct sum sum = sum_for(mb->count);
             for (size_t i = 0; i < mb->count; i++)
-                sum_add(&sum, a->dhidden[i][h] * operand(n, n->x[mb->first + i][k]));
+                sum_add(&sum, a->dhidden[i][h] * operand(n, input_of(n, mb, i)[k]));
             add(n, &n->d1[h][k], &n->b1[h][k], sum_end(&sum) + decay_of(n, mb, n->w1[h][k]));
         }
     for (size_t o = 0; o < OUTPUTS; o++)
@@ -276,6 +293,8 @@ struct trial {
     uint64_t seed;
     float decay;
     double tolerance;
+    size_t batch; /* 0: BATCH */
+    bool has_own_weights, asks_session;
 };
 
 static rebatch_status check_trial(rebatch_check_report *report, const struct trial *trial)
@@ -286,9 +305,14 @@ static rebatch_status check_trial(rebatch_check_report *report, const struct tri
     of_check.tolerance = trial->tolerance;
     static struct net n;
     rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
-    if (mistake == OWN_WEIGHTS)
+    if (trial->has_own_weights)
         ops.flags |= REBATCH_OWN_WEIGHTS;
-    n = (struct net){.precision = precision, .mistake = mistake, .decay = trial->decay};
+    n = (struct net){.precision = precision,
+                     .mistake = mistake,
+                     .batch = trial->batch ? trial->batch : BATCH,
+                     .has_own_weights = trial->has_own_weights,
+                     .asks_session = trial->asks_session,
+                     .decay = trial->decay};
     fill(&n, trial->seed);
     open_on_host(&n.device, &n.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
     if (precision == BFLOAT16) {
@@ -301,16 +325,10 @@ static rebatch_status check_trial(rebatch_check_report *report, const struct tri
     if (trial->tolerance <= 0) /* all of it is rounding, beyond any tolerance */
         watch(&n, "shift", &n.dshift, sizeof n.dshift, REBATCH_F32);
     watch(&n, "loss", &n.loss, sizeof n.loss, REBATCH_F32);
-    const rebatch_status status = rebatch_check(n.run.rb, &ops, BATCH, &n, &of_check, report);
+    const rebatch_status status = rebatch_check(n.run.rb, &ops, n.batch, &n, &of_check, report);
     rebatch_close(n.run.rb);
     rebatch_device_close(n.device);
     return status;
-}
-
-static rebatch_status check(rebatch_check_report *report, enum precision precision,
-                            enum mistake mistake, uint64_t seed)
-{
-    return check_trial(report, &(struct trial){precision, mistake, seed, .decay = 0.01f});
 }
 
 static const char *const precisions[] = {"float", "TF32", "bfloat16 with float gradients",
@@ -319,32 +337,65 @@ static const char *const precisions[] = {"float", "TF32", "bfloat16 with float g
 /* Seeds 1 to 15. */
 Test(check_rounding, a_network_without_a_mistake_has_none_in_any_precision)
 {
-    static const enum mistake none[] = {NONE, OWN_WEIGHTS};
+    static const size_t batches[] = {2, 8, BATCH};
     rebatch_check_report report;
     for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
-        for (size_t i = 0; i < sizeof none / sizeof *none; i++)
-            for (uint64_t seed = 1; seed <= 15; seed++)
-                cr_expect_eq(check(&report, precision, none[i], seed), REBATCH_OK,
-                             "%s, %d, seed %ju:\n%s", precisions[precision], (int)none[i],
-                             (uintmax_t)seed, check_texts(&report));
+        for (size_t i = 0; i < 6; i++)
+            for (uint64_t seed = 1; seed <= 15; seed++) {
+                const struct trial trial = {precision,
+                                            NONE,
+                                            seed,
+                                            .decay = 0.01f,
+                                            .batch = batches[i % 3],
+                                            .has_own_weights = i / 3};
+                cr_expect_eq(check_trial(&report, &trial), REBATCH_OK, "%s, %d, seed %ju:\n%s",
+                             precisions[precision], (int)i, (uintmax_t)seed, check_texts(&report));
+            }
+}
+
+static void expect_cut(const struct trial *trial)
+{
+    rebatch_check_report report;
+    cr_expect_eq(check_trial(&report, trial), REBATCH_E_STATE, "%s, %d, seed %ju:\n%s",
+                 precisions[trial->precision], (int)trial->mistake, (uintmax_t)trial->seed,
+                 check_texts(&report));
+    cr_expect_eq(report.findings[0].kind, REBATCH_FINDING_CUT, "%s", check_texts(&report));
+    cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
 }
 
 /* Seeds 1 to 10. */
 Test(check_rounding, a_mistake_is_told_from_rounding_in_any_precision)
 {
     static const enum mistake mistakes[] = {WEIGHT_OF_THE_COUNT, LEAVES_OUT_A_SAMPLE,
+                                            SAMPLES_OF_THE_BEGINNING, TARGETS_OF_THE_BEGINNING,
                                             MEAN_OF_THE_MICRO_BATCH};
-    rebatch_check_report report;
+    const size_t count = sizeof mistakes / sizeof *mistakes;
     for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
-        for (size_t i = 0; i < sizeof mistakes / sizeof *mistakes; i++)
+        for (size_t i = 0; i < 2 * count; i++)
             for (uint64_t seed = 1; seed <= 10; seed++) {
-                cr_expect_eq(check(&report, precision, mistakes[i], seed), REBATCH_E_STATE,
-                             "%s, %d, seed %ju:\n%s", precisions[precision], (int)mistakes[i],
-                             (uintmax_t)seed, check_texts(&report));
-                cr_expect_eq(report.findings[0].kind, REBATCH_FINDING_CUT, "%s",
-                             check_texts(&report));
-                cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
+                const struct trial trial = {precision, mistakes[i % count], seed, .decay = 0.01f,
+                                            .has_own_weights = i >= count};
+                expect_cut(&trial);
             }
+}
+
+/* In few samples too. Seeds 1 to 10. */
+Test(check_rounding, so_it_is_in_a_small_batch)
+{
+    static const size_t batches[] = {2, 5, 12};
+    for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
+        for (enum mistake mistake = WEIGHT_OF_THE_COUNT; mistake <= TARGETS_OF_THE_BEGINNING;
+             mistake++)
+            for (size_t i = 0; i < 6; i++)
+                for (uint64_t seed = 1; seed <= 10; seed++) {
+                    const struct trial trial = {precision,
+                                                mistake,
+                                                seed,
+                                                .decay = 0.01f,
+                                                .batch = batches[i % 3],
+                                                .has_own_weights = i / 3};
+                    expect_cut(&trial);
+                }
 }
 
 /* What decays is as small as what float, TF32 and bfloat16 round. Seeds 1 to 10. */
@@ -356,7 +407,7 @@ Test(check_rounding, a_term_that_each_micro_batch_adds_is_found_at_the_size_of_r
     for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
         for (uint64_t seed = 1; seed <= 10; seed++) {
             const struct trial trial = {precision, DECAYS_IN_EACH_MICRO_BATCH, seed,
-                                        decays[precision], 0};
+                                        .decay = decays[precision]};
             cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s, seed %ju:\n%s",
                          precisions[precision], (uintmax_t)seed, check_texts(&report));
             const rebatch_finding *const found = check_find(&report, REBATCH_FINDING_CUT, "w1");
@@ -382,4 +433,91 @@ Test(check_rounding, a_tolerance_is_the_bound_of_what_is_rounding)
     cr_expect_not_null(check_find(&report, REBATCH_FINDING_CUT, "w1"), "%s", check_texts(&report));
     trial.tolerance = 1e-5;
     cr_expect_eq(check_trial(&report, &trial), REBATCH_OK, "%s", check_texts(&report));
+}
+
+/* It says the batch of each run, so rounding is measured, and weights are known. Seeds 1 to 5. */
+Test(check_rounding, weights_by_the_batch_that_the_session_says_are_by_the_batch)
+{
+    rebatch_check_report report;
+    for (uint64_t seed = 1; seed <= 5; seed++) {
+        const struct trial trial = {MIXED,         NONE, seed, .decay = 0.01f, .asks_session = true,
+                                    .tolerance = 0};
+        cr_expect_eq(check_trial(&report, &trial), REBATCH_OK, "%s", check_texts(&report));
+        for (size_t i = 0; i < report.finding_count; i++)
+            cr_expect(report.findings[i].kind == REBATCH_FINDING_ROUNDING &&
+                          !strstr(report.findings[i].text, "do not follow mb->batch"),
+                      "%s", check_texts(&report));
+    }
+}
+
+/* ---- gradients of which a few numbers are large, as trainers have them ---- */
+
+#define NUMBERS 1024
+
+/* Which samples a micro-batch reads. */
+enum reads { ITS_OWN, THE_FIRST, EVERY_SECOND, ONE_LESS_AT_A_LATER_PLACE, READS };
+
+struct tailed {
+    struct check_run run;
+    rebatch_device *device;
+    enum reads reads;
+    float weight; /* 0: 1/batch */
+    float gradient[NUMBERS];
+};
+
+/* One of 64 is large, and samples resemble each other there. */
+static float part_of(size_t sample, size_t number)
+{
+    uint64_t state = sample * NUMBERS + number;
+    (void)check_random(&state);
+    const float random = 2 * check_random(&state) - 1;
+    return number % 64 ? 0.01f * random : 1 + 0.2f * random;
+}
+
+static rebatch_status clear_tailed(void *user)
+{
+    struct tailed *t = user;
+    memset(t->gradient, 0, sizeof t->gradient);
+    return REBATCH_OK;
+}
+
+static rebatch_status add_tailed(const rebatch_microbatch *mb, void *user)
+{
+    struct tailed *t = user;
+    const float weight = t->weight > 0 ? t->weight : 1 / (float)mb->batch;
+    const bool is_less = t->reads == ONE_LESS_AT_A_LATER_PLACE && mb->first > 0;
+    rebatch_mutating(t->run.rb);
+    for (size_t i = is_less; i < mb->count; i++) {
+        const size_t sample = t->reads == THE_FIRST      ? i
+                              : t->reads == EVERY_SECOND ? mb->first + i / 2 * 2
+                                                         : mb->first + i;
+        for (size_t k = 0; k < NUMBERS; k++)
+            t->gradient[k] += weight * part_of(sample, k);
+    }
+    return REBATCH_OK;
+}
+
+Test(check_rounding, wrong_samples_are_found_where_a_few_numbers_are_large)
+{
+    static const size_t batches[] = {2, 4, 7, 16, 40, 200};
+    for (size_t i = 0; i < sizeof batches / sizeof *batches; i++)
+        for (int way = 0; way < 3 * READS; way++) {
+            static struct tailed t;
+            rebatch_check_report report;
+            rebatch_step_ops ops = check_step_ops(clear_tailed, add_tailed);
+            ops.flags |= way % 3 ? REBATCH_OWN_WEIGHTS : 0;
+            t = (struct tailed){.reads = (enum reads)(way / 3),
+                                .weight = way % 3 == 2 ? 1 / (float)batches[i] : 0};
+            open_on_host(&t.device, &t.run.rb, MIB(1), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+            OK(rebatch_watch(t.run.rb, "gradient", t.gradient, sizeof t.gradient,
+                             REBATCH_GUARD_HOST, REBATCH_F32));
+            const bool is_right = t.reads == ITS_OWN;
+            cr_expect_eq(rebatch_check(t.run.rb, &ops, batches[i], &t, NULL, &report),
+                         is_right ? REBATCH_OK : REBATCH_E_STATE, "batch %zu, way %d: %s",
+                         batches[i], way, check_texts(&report));
+            cr_expect_eq(check_find(&report, REBATCH_FINDING_CUT, "gradient") != NULL, !is_right,
+                         "%s", check_texts(&report));
+            rebatch_close(t.run.rb);
+            rebatch_device_close(t.device);
+        }
 }
