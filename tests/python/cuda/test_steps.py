@@ -795,3 +795,23 @@ def test_a_peak_is_right_or_not_measured(standin, micro):
     assert min(measured[:2]) > 0 and measured[2:] == [0, 0, 0]
     step(batch[:24])  # a size of its own
     assert step.report.peak_bytes > 0
+
+
+@pytest.mark.parametrize("kind", (nn.LSTM, nn.GRU))
+def test_a_state_that_is_carried_in_the_batch_is_cut_along_batch_dim(kind):
+    """cuDNN takes a part of (layers, samples, width) only where it has no gaps."""
+    model = kind(8, 16, num_layers=2).cuda()
+    x, hidden = torch.zeros(12, 8, 8, device="cuda"), torch.zeros(2, 8, 16, device="cuda")
+    carried = (hidden, hidden.clone()) if kind is nn.LSTM else hidden
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def loss_fn(m, part):
+        return m(*part)[0].square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on the stand-in no number is right
+        for micro in (8, 3):
+            step = rebatch.Step(model, optimizer, loss_fn, batch_dim=1, micro_start=micro, **QUIET)
+            step((x, carried))
+            assert step.report.micro == micro
+            step.evaluate((x, carried))

@@ -36,7 +36,8 @@ class _Watch:
     ) -> None:
         if self.is_own or self._has_warned or self._applied is None:
             return
-        if len(arguments) > 1 or keywords:  # a closure makes the gradients
+        given = [*arguments[1:], *keywords.values()]
+        if any(value is not None for value in given):  # a closure makes the gradients
             return
         gradient = _first_gradient(optimizer)
         if gradient is not None and gradient is self._applied():
