@@ -67,13 +67,30 @@ static inline rebatch_status rebatch_wrap_status(cudaError_t code)
                                                    : rebatch_from_cuda(rebatch_wrap_device(), code);
 }
 
+/* The code of another library would be taken for the cudaError_t of the same number. */
+template <class Code> struct rebatch_wrap_is_foreign {
+    static constexpr bool value = std::is_enum<Code>::value;
+};
+template <> struct rebatch_wrap_is_foreign<cudaError_t> {
+    static constexpr bool value = false;
+};
+#ifdef CUDA_VERSION
+template <> struct rebatch_wrap_is_foreign<CUresult> {
+    static constexpr bool value = false;
+};
+#endif
+template <class Code>
+using rebatch_wrap_if_foreign = typename std::enable_if<rebatch_wrap_is_foreign<Code>::value>::type;
+
+template <class Code, class = rebatch_wrap_if_foreign<Code>>
+void rebatch_escape_on_oom(Code) = delete; /* include the header of this code before wrap.h */
+
 #ifdef CUBLAS_VERSION
 static inline rebatch_status rebatch_wrap_status(cublasStatus_t code)
 {
     return rebatch_from_cublas(rebatch_wrap_device(), (int)code);
 }
 
-/* A cublasStatus_t would be taken for the cudaError_t of the same number. */
 static inline void rebatch_escape_on_oom(cublasStatus_t code)
 {
     rebatch_escape_on_cublas_oom((int)code);
@@ -135,12 +152,17 @@ static inline void rebatch_wrap_throw_on(rebatch_status status)
 
 /** As rebatch_escape_on_oom(), by an exception: throws rebatch_out_of_memory if `code` is an OOM
  *  within a step. Otherwise it returns, and the caller handles the code.
- *  @param code  a CUresult or cudaError_t; a cublasStatus_t or cudnnStatus_t where its header was
- *               included before this one */
+ *  @param code  a cudaError_t; a CUresult, cublasStatus_t or cudnnStatus_t where its header was
+ *               included before this one, without which it does not compile */
 static inline void rebatch_wrap_throw_on_oom(int code)
 {
     rebatch_wrap_throw_on(rebatch_from_cuda(rebatch_wrap_device(), code));
 }
+
+/** @cond internal */
+template <class Code, class = rebatch_wrap_if_foreign<Code>>
+void rebatch_wrap_throw_on_oom(Code) = delete; /* include the header of this code before wrap.h */
+/** @endcond */
 
 #ifdef CUBLAS_VERSION
 static inline void rebatch_wrap_throw_on_oom(cublasStatus_t code)

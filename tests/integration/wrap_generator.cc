@@ -4,7 +4,28 @@
 
 #include <cudnn.h>
 #include <curand.h>
+
+/* What cuda.h has of it. */
+#define CUDA_VERSION 13000
+typedef enum cudaError_enum { CUDA_ERROR_OUT_OF_MEMORY = 2 } CUresult;
+
 #include <rebatch/wrap.h>
+
+/* Of headers that come too late. */
+typedef enum { CUBLAS_STATUS_ALLOC_FAILED = 3 } cublasStatus_t;
+enum class late { OUT_OF_MEMORY = 2 };
+
+template <class Code, class = void> struct compiles : std::false_type {
+};
+template <class Code>
+struct compiles<Code, decltype(rebatch_escape_on_oom(std::declval<Code>()))> : std::true_type {
+};
+static_assert(compiles<int>::value && compiles<cudaError_t>::value && compiles<CUresult>::value &&
+                  compiles<cudnnStatus_t>::value,
+              "codes that are known");
+static_assert(!compiles<cublasStatus_t>::value && !compiles<curandStatus_t>::value &&
+                  !compiles<rebatch_status>::value && !compiles<late>::value,
+              "codes that would be taken for CUDA's");
 
 static curandGenerator_st sequence;
 static rebatch_wrap_generator guarded = {&sequence, 0, {}};

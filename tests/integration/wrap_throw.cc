@@ -69,6 +69,16 @@ int wrap_trainer_throws_another(wrap_trainer *t)
     return 0;
 }
 
+enum late { LATE_OUT_OF_MEMORY = 2 }; /* of a header that comes after wrap.h */
+
+template <class Code, class = void> struct compiles : std::false_type {
+};
+template <class Code>
+struct compiles<Code, decltype(rebatch_wrap_throw_on_oom(std::declval<Code>()))> : std::true_type {
+};
+static_assert(compiles<int>::value && compiles<cudaError_t>::value && !compiles<late>::value,
+              "no code is taken for another library's");
+
 int wrap_trainer_own_check_throws(wrap_trainer *t)
 {
     const auto check = [](cudaError_t code) {
