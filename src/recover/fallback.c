@@ -261,15 +261,21 @@ static void add_growth(struct rbi_text *t, const rebatch *rb)
     rbi_text_add(t, ": free what is not needed");
 }
 
-/* "forward_backward of 2 samples, before accumulating" */
-static void add_phase(struct rbi_text *t, rebatch_phase phase, const rebatch_microbatch *mb)
+/* Whether it is a map's, and its phase does not say so. */
+static bool is_of_map(const rebatch *rb)
 {
-    const char *const text = rebatch_phase_text(phase);
+    return rb->run.samples_callback == RBI_MAP && rb->run.ooms.failure.phase != REBATCH_PHASE_MAP;
+}
+
+/* "forward_backward of 2 samples, before accumulating" */
+static void add_phase(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
+{
+    const char *const text = rebatch_phase_text(rb->run.ooms.failure.phase);
     const size_t callback = strcspn(text, ",");
     rbi_text_add(t, "%.*s", (int)callback, text);
     if (mb)
         rbi_text_add(t, " of %zu sample%s", mb->count, mb->count == 1 ? "" : "s");
-    rbi_text_add(t, "%s", text + callback);
+    rbi_text_add(t, "%s%s", text + callback, is_of_map(rb) ? " of a map" : "");
 }
 
 static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch *mb)
@@ -278,7 +284,7 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
     char text[512];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
-    add_phase(&t, failure->phase, mb);
+    add_phase(&t, rb, mb);
     if (failure->need_bytes) {
         rbi_text_add(&t, ", which");
         rbi_text_add_need(&t, "needs", failure->need_bytes, failure->available_bytes);
@@ -384,7 +390,9 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *inte
     event.micro_after = rbi_micro_size(rb, rb->run.batch);
     event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
-    event.text = !goes_on && rbi_group_is_in_lockstep(rb) ? "(in lockstep)" : NULL;
+    event.text = is_of_map(rb)                              ? "(in map)"
+                 : !goes_on && rbi_group_is_in_lockstep(rb) ? "(in lockstep)"
+                                                            : NULL;
     event.redone_samples = goes_on ? interrupted->redone_samples : 0;
     rb->run.report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);

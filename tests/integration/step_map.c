@@ -6,6 +6,7 @@
 
 /* An evaluation: each sample needs memory, and has a result. */
 struct evaluation {
+    char events[1024]; /* what they say, but for times */
     rebatch *rb;
     rebatch_device *device;
     size_t sample_bytes;
@@ -50,6 +51,15 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
     return rebatch_pool_free(mb->pool, memory);
 }
 
+static void note(const rebatch_event *event, void *user)
+{
+    struct evaluation *e = user;
+    char line[512];
+    (void)rebatch_event_format(line, sizeof line, event);
+    (void)strncat(e->events, line, strcspn(line, ";"));
+    (void)strcat(e->events, "\n");
+}
+
 static rebatch_map_ops evaluation_ops(void)
 {
     const rebatch_map_ops ops = {.struct_size = sizeof ops, .run = evaluate};
@@ -61,8 +71,8 @@ static void evaluation_open(struct evaluation *e, size_t limit_bytes, size_t sam
     *e = (struct evaluation){.sample_bytes = sample_bytes, .fail_from = SAMPLES};
     OK(rebatch_device_open_host(&e->device, MIB(64), NULL));
     OK(rebatch_open(&e->rb, e->device,
-                    &OPTIONS(.pool.limit_bytes = limit_bytes, .log_level = REBATCH_LOG_QUIET,
-                             .grow_after = 4)));
+                    &OPTIONS(.pool.limit_bytes = limit_bytes, .log_level = REBATCH_LOG_WARN,
+                             .on_event = note, .on_event_user = e, .grow_after = 4)));
     OK(rebatch_guard(e->rb, &e->sum, sizeof e->sum, REBATCH_GUARD_HOST));
     OK(rebatch_guard(e->rb, &e->kept, sizeof e->kept, REBATCH_GUARD_HOST));
 }
@@ -313,6 +323,30 @@ Test(step_map, with_another_resize_the_steps_buffers_give_way)
     const size_t again = e.resizes;
     OK(rebatch_step(e.rb, &step, 32, &e, NULL));
     cr_assert_gt(e.resizes, again);
+}
+
+/* The OOM of an allocation, an attempt that was not started, and buffers that were not made. */
+Test(step_map, events_and_the_last_sentence_name_the_map)
+{
+    const rebatch_map_ops ops = evaluation_ops();
+    const rebatch_map_ops buffered = {
+        .struct_size = sizeof ops, .run = use_buffer, .resize = resize};
+    OPEN(evaluation, e, MIB(4), KIB(100));
+    OK(rebatch_map(e.rb, &ops, 39, &e, NULL));
+    cr_expect_str_empty(e.events);
+    OK(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(2)));
+    OK(rebatch_map(e.rb, &ops, 39, &e, NULL));
+    HAS(e.events, "step 0: not started: samples 0-38 need 3.");
+    HAS(e.events, ", there is 1.94 MiB (in map)");
+    e.events[0] = '\0';
+    OK(rebatch_map(e.rb, &buffered, 39, &e, NULL));
+    HAS(e.events, "step 0: out of memory in resize: ");
+    HAS(e.events, " (in map)");
+    OK(rebatch_pool_set_limit(rebatch_get_pool(e.rb), KIB(64)));
+    FAILS(rebatch_map(e.rb, &ops, 1, &e, NULL), REBATCH_E_EXHAUSTED, "out of memory in map of 1 ");
+    OPEN(evaluation, other, KIB(64), KIB(100));
+    FAILS(rebatch_map(other.rb, &buffered, 1, &other, NULL), REBATCH_E_EXHAUSTED,
+          "out of memory in resize of 1 sample of a map, ");
 }
 
 /* A step without a resize of its own does not make a map's buffers the step's. */
