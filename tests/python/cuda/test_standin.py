@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from conftest import ALLOC_CONF, complaints
+from rebatch import _library
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -260,3 +262,60 @@ print("end")
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, complaints(done.stderr)) == (0, "end\n", "")
+
+
+# What PyTorch does not call, and then a function that nobody wrote.
+LACKING = "cublasLtDestroy, cublasSgemmStridedBatched, cudaMallocPitch, cudaMemAdvise"
+TRAIN = """
+int cudaMalloc(), cublasCreate_v2(), cublasSgemmStridedBatched(), cublasLtDestroy(),
+    cudaMemAdvise(), cudaMallocPitch();
+
+int train(int more)
+{
+    void *p, *handle;
+    long pitch;
+    return cudaMalloc(&p, 1L << 20) || cublasCreate_v2(&handle) ||
+           cublasSgemmStridedBatched(handle) || cublasLtDestroy(handle) ||
+           cudaMemAdvise(p, 1L << 20, 0, 0) || (more && cudaMallocPitch(&p, &pitch, 100L, 100L));
+}
+"""
+MAIN = "int train(int); int main(int count, char **words) { return train(count > 1); }"
+KNOWN = "int cudaMalloc(); int train(int more) { void *p; return cudaMalloc(&p, 1L << 20); }"
+
+
+def compile_train(folder, name, *parts):
+    """A program of these parts, each a source or a library."""
+    libraries = pathlib.Path(torch.__file__).parents[1] / "nvidia"
+    found = [
+        next(libraries.glob(f"cu*/lib/lib{n}.so.1?")) for n in ("cudart", "cublas", "cublasLt")
+    ]
+    rows = []
+    for i, part in enumerate(parts):
+        rows.append(part if os.path.exists(part) else folder / f"{name}{i}.c")
+        if rows[-1] != part:
+            rows[-1].write_text(part)
+    command = ["cc", "-fPIC", "-Wl,--allow-shlib-undefined", "-Wl,--no-as-needed", *rows, *found]
+    command += [f"-Wl,-rpath,{folder}:{found[0].parent}", "-o", folder / name]
+    subprocess.run([*command, *(["-shared"] if name.endswith(".so") else [])], check=True)
+    return folder / name
+
+
+def test_a_compiled_program_is_told_what_the_stand_in_lacks(standin, tmp_path):
+    library = compile_train(tmp_path, "libtrain.so", TRAIN)
+    within = compile_train(tmp_path, "within", MAIN, TRAIN)
+    beside = compile_train(tmp_path, "beside", MAIN, str(library))
+    known = compile_train(tmp_path, "known", MAIN, KNOWN)
+    build = pathlib.Path(_library.__file__).parent / "fit/standin/build"
+    subprocess.run([build, within, tmp_path / "own"], check=True, capture_output=True)
+    own = {**os.environ, "LD_PRELOAD": str(tmp_path / "own/libcuda.so.1")}
+    for environment, command, status, said in (
+        (os.environ, [within], 1, f"for another program, and lacks {LACKING}, which within calls"),
+        (os.environ, [beside], 1, f"for another program, and lacks {LACKING}, which beside calls"),
+        (os.environ, [known], 0, ""),
+        (own, [within], 0, ""),
+        (own, [beside], 0, ""),
+        (own, [within, "more"], 1, 'lacks cudaMallocPitch: it answers "not supported"'),
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == status and said in done.stderr, (command, done)
+        assert said or not done.stderr

@@ -37,6 +37,8 @@ STANDIN_API CUresult cuGetProcAddress_v2(const char *name, void **out, int, cuui
                                          CUdriverProcAddressQueryResult *result)
 {
     *out = find_function(name);
+    if (!*out)
+        note_missing(__builtin_return_address(0));
     if (result)
         *result = *out ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *out ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;

@@ -135,6 +135,11 @@ void *find_function(const char *name);
 /* Takes its place: answers "not supported". */
 void *unsupported_function(void);
 
+/* ---- functions that are not there (lacking.cc) ---- */
+
+/* `caller` has asked the driver for a function that it has not. */
+void note_missing(const void *caller);
+
 } // namespace standin
 
 #endif
