@@ -113,9 +113,9 @@ void rbi_stale_end(struct rbi_stale *stale);
 void rbi_stale_take_back(struct rbi_stale *stale, bool is_all);
 /* A block that was taken back and written since. The device is idle. */
 bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale);
-/* The block that was taken back and is at that address; NULL: there is none. Safe in a handler of a
+/* The block of a list that is at that address; NULL: there is none. Safe in a handler of a
  * signal. */
-const struct rbi_stale_block *rbi_stale_lost_at(const struct rbi_stale *stale, const void *address);
+const struct rbi_stale_block *rbi_stale_at(const struct rbi_stale_list *list, const void *address);
 /* Of how many micro-batches of the run the same allocation is in use, and the last of these blocks:
  * what each one leaves. */
 size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale);

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "check/check.h"
+#include "pool/view.h"
 
 static const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 #define SIGNALS (sizeof signals / sizeof *signals)
@@ -23,11 +24,29 @@ static bool is_watched(void)
 
 /* ---- the sentence ---- */
 
+/* free() and realloc() read a header in front of what they are given. */
+static void add_pools(struct rbi_text *t, const char *address)
+{
+    const char *const given = address + 2 * sizeof(size_t);
+    const struct rbi_stale_block *const block = rbi_stale_at(&watched->stale.live, given);
+    if (!rbi_view_has(watched->pool, given))
+        return;
+    rbi_text_add(t, "; address %p is the pool's, in or in front of ", (const void *)address);
+    if (block)
+        rbi_place_add(t, &block->place, block->bytes);
+    else
+        rbi_text_add(t, "one of its blocks");
+    rbi_text_add(t, ": give blocks back by rebatch_pool_free(), not by free(), and leave memory of "
+                    "a GPU to kernels");
+}
+
 static void add_block(struct rbi_text *t, const void *address)
 {
-    const struct rbi_stale_block *const block = rbi_stale_lost_at(&watched->stale, address);
-    if (!block)
+    const struct rbi_stale_block *const block = rbi_stale_at(&watched->stale.lost, address);
+    if (!block) {
+        add_pools(t, address);
         return;
+    }
     rbi_text_add(t, "; address %p is in the memory of ", address);
     rbi_place_add(t, &block->place, block->bytes);
     rbi_text_add(t, ", which was taken back: its pointer is kept across attempts; assign it again "

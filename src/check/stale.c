@@ -181,11 +181,11 @@ bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale)
     return false;
 }
 
-const struct rbi_stale_block *rbi_stale_lost_at(const struct rbi_stale *stale, const void *address)
+const struct rbi_stale_block *rbi_stale_at(const struct rbi_stale_list *list, const void *address)
 {
-    for (size_t i = stale->lost.count; i-- > 0;)
-        if (overlap(&stale->lost.blocks[i], address, 1))
-            return &stale->lost.blocks[i];
+    for (size_t i = list->count; i-- > 0;)
+        if (overlap(&list->blocks[i], address, 1))
+            return &list->blocks[i];
     return NULL;
 }
 

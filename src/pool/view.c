@@ -59,6 +59,14 @@ static void enter(struct rbi_view_walk *walk, const struct rbi_range *range)
     walk->is_mapped = range && range->map;
 }
 
+bool rbi_view_has(const rebatch_pool *pool, const char *address)
+{
+    const struct rbi_range *range = pool->heap.first_range;
+    while (range && (address < range->address || address >= range->address + range->bytes))
+        range = range->next;
+    return range;
+}
+
 struct rbi_view_walk rbi_view_ranges(const rebatch_pool *pool)
 {
     struct rbi_view_walk walk = {.page_bytes = pool->page_bytes};

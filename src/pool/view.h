@@ -54,6 +54,9 @@ void rbi_view_next_range(struct rbi_view_walk *walk);
 /* False at the end of the range. */
 bool rbi_view_next(struct rbi_view_piece *piece, struct rbi_view_walk *walk);
 
+/* Whether it is an address of the pool's. Takes no lock: a handler of a signal may ask. */
+bool rbi_view_has(const rebatch_pool *pool, const char *address);
+
 /* Shows every block in use that is of an extent, oldest first. */
 void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const struct rbi_view_piece *block), void *user);

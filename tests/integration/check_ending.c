@@ -10,13 +10,21 @@
 
 #define BATCH 12
 
-enum way { KEEPS_A_POINTER, ABORTS_AFTER_AN_OOM, EXITS_AFTER_AN_OOM, NONE };
+enum way {
+    KEEPS_A_POINTER,
+    ABORTS_AFTER_AN_OOM,
+    EXITS_AFTER_AN_OOM,
+    FREES_ITS_BLOCK,
+    FREES_AN_OLDER_BLOCK,
+    FREES_A_FREED_BLOCK,
+    NONE
+};
 
 struct trainer {
     struct check_run run;
     rebatch_device *device;
     enum way way;
-    float *kept;
+    float *kept, *older;
     double sum;
 };
 
@@ -25,6 +33,12 @@ static rebatch_status zero_grad(void *user)
     struct trainer *t = user;
     t->sum = 0;
     return rebatch_pool_trim(rebatch_get_pool(t->run.rb), 0, NULL); /* cached memory is gone */
+}
+
+/* What free() and realloc() begin with; those of a sanitizer begin otherwise. */
+static void give_to_heap(const void *block)
+{
+    (void)((const volatile size_t *)block)[-1];
 }
 
 /* An allocation, and one of a fixed size. */
@@ -44,6 +58,12 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
         exit(1);
     if (status)
         return status;
+    if (t->way == FREES_ITS_BLOCK)
+        give_to_heap(t->kept);
+    if (t->way == FREES_AN_OLDER_BLOCK)
+        give_to_heap(t->older);
+    if (t->way == FREES_A_FREED_BLOCK && !rebatch_pool_free(mb->pool, t->kept))
+        give_to_heap(t->kept);
     rebatch_mutating(t->run.rb);
     for (size_t i = 0; i < mb->count; i++) {
         inputs[i] = check_input(mb->first + i, 0);
@@ -58,6 +78,8 @@ static void check(enum way way)
     const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     t = (struct trainer){.way = way};
     open_on_host(&t.device, &t.run.rb, MIB(64), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+    if (way == FREES_AN_OLDER_BLOCK)
+        OK(rebatch_pool_alloc((void **)&t.older, rebatch_get_pool(t.run.rb), MIB(1), NULL, 0));
     OK(rebatch_watch(t.run.rb, "sum", &t.sum, sizeof t.sum, REBATCH_GUARD_HOST, REBATCH_F64));
     (void)!rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, NULL);
     rebatch_close(t.run.rb);
@@ -101,6 +123,24 @@ Test(check_ending, a_fault_in_memory_that_was_taken_back_names_its_allocation)
     cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "%d: %s", status, text);
     HAS(text, " is in the memory of allocation 1 (2.00 MiB) of forward_backward of samples 0-11, "
               "which was taken back: its pointer is kept");
+}
+
+/* Nothing is in front of the first block of a range. */
+Test(check_ending, what_the_heap_is_given_of_the_pool_is_named)
+{
+    static const char *const given[] = {
+        [FREES_ITS_BLOCK] = "allocation 1 (2.00 MiB) of forward_backward of samples 0-11",
+        [FREES_AN_OLDER_BLOCK] = "one of its blocks",
+        [FREES_A_FREED_BLOCK] = "one of its blocks",
+    };
+    for (enum way way = FREES_ITS_BLOCK; way <= FREES_A_FREED_BLOCK; way++) {
+        char text[4096];
+        const int status = end_of(way, text, sizeof text);
+        cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "%d: %s", status, text);
+        HAS(text, " is the pool's, in or in front of ");
+        HAS(text, given[way]);
+        HAS(text, ": give blocks back by rebatch_pool_free(), not by free(), and ");
+    }
 }
 
 static void own_handler(int number)
