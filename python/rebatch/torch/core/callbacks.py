@@ -24,11 +24,15 @@ from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.session import Ended, Session
 from rebatch.torch.session.weak_methods import weakly
 from rebatch.torch.undo.generators import Generators, cuda_devices_of
+from rebatch.torch.undo.gradients_outside import leaves_outside
+from rebatch.torch.undo.module_tree import unique
 
 if TYPE_CHECKING:
     from rebatch.torch.ranks.fsdp.lockstep import Lockstep  # need a PyTorch with torch.distributed
     from rebatch.torch.ranks.ranks import Ranks
 
+# Batches in which all that loss_fn names is taken to get gradients.
+_LOOKS = 3
 _nothing: ContextManager[None] = contextlib.nullcontext()
 # What PyTorch raises, or an unpacking or assertion of the program.
 _MAY_BE_OF_THE_CUT = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
@@ -49,6 +53,12 @@ class Callbacks:
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._hooked: List[torch.nn.Parameter] = []  # of these, with hooks of the backward pass
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
+        self.outside: List[
+            Any
+        ] = []  # what loss_fn gives gradients too, and the Step does not train
+        self._others = Accumulators()  # of these
+        self._seen_outside: List[Any] = []  # those that have got some
+        self._looks_outside = _LOOKS
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
@@ -124,10 +134,30 @@ class Callbacks:
         if window:
             self._trained = window.trained()
             self._kept = window.shards() if self._update.is_of_trainer else []
+        if is_training and self._looks_outside:
+            self._looks_outside -= 1
+            own = set(map(id, self._trained))
+            self.outside = leaves_outside(running.program.functions_that_run(), own)
+        running.told.apart = self._trained, self.outside
+
+    def failed(self) -> None:
+        """It has not updated: gradients that are not the Step's are as before it."""
+        self.accumulators.restore_earlier()
+        self._others.restore_earlier()
+
+    def succeeded_outside(self) -> None:
+        """It has."""
+        self._others.drop_earlier()
+        if len(self._seen_outside) < len(self.outside):
+            self._seen_outside = unique([*self._seen_outside, *self._others.given()])
+            if not self._looks_outside:
+                self.outside = self._seen_outside
 
     def begin_step(self) -> None:
         """The batch trains."""
         self.accumulators.keep_earlier(self._kept)
+        if self.outside:
+            self._others.keep_earlier(self.outside)
 
     def _zero_loss(self) -> torch.Tensor:
         return torch.zeros((), device=self.session.device, dtype=self._loss_dtype)
@@ -139,6 +169,7 @@ class Callbacks:
         running.end()
         self._trained = self._kept = self._hooked = []
         self._extras, self._counts = [], []
+        running.told.apart = ()
 
     # ---- what C calls ----
 
@@ -194,6 +225,8 @@ class Callbacks:
             self._ranks.restart()
         self._update.zero_grad()
         self._extras, self._counts = [], []
+        if self.outside:
+            self._others.begin_batch(self.outside)
         running.loss, self._is_whole = None, False
         micro = lib.rebatch_get_micro(self.session.rb, running.samples)
         if micro >= running.samples and not self._ranks:
@@ -259,6 +292,8 @@ class Callbacks:
 
     def _finish_gradients(self) -> None:
         self.accumulators.expose()
+        if self.outside:
+            self._others.expose()
         self._update.finish_gradients()
 
     def _reduce(self, ranks: Ranks) -> None:
@@ -355,6 +390,8 @@ class Callbacks:
             self._running.loss = self._with(loss)
         else:
             so_far.add_(loss.to(so_far.device))
+        if self.outside:
+            self._others.add()
         if self._is_whole:
             return
         if self._running.program.is_fresh:
@@ -371,6 +408,7 @@ class Callbacks:
     def _put_back(self) -> None:
         """The gradients and the modules of a micro-batch that is not accumulated."""
         self.accumulators.clear()
+        self._others.clear()
         self._running.undo.put_back(c.GuardPoint.ATTEMPT)
 
     def _declare(self) -> None:

@@ -208,7 +208,7 @@ class Training:
             self._compare_cuts(session, filled)
         except BaseException as error:
             if not callbacks.is_applied:
-                callbacks.accumulators.restore_earlier()
+                callbacks.failed()
             if self.ranks:
                 self.ranks.explain(error)
             raise
@@ -252,6 +252,8 @@ class Training:
 
     def _finish(self) -> None:
         self.callbacks.accumulators.drop_earlier()
+        if self.callbacks.outside:
+            self.callbacks.succeeded_outside()
         self.outputs = self.callbacks.outputs
         self.number += 1
         self.program.update.done()

@@ -150,6 +150,10 @@ class Accumulators:
                 self._sums[i] = self._sums[i] + earlier
         self._has_earlier = True
 
+    def given(self) -> List[torch.nn.Parameter]:
+        """Those that have got a gradient in this batch."""
+        return [p for p, has_sum in zip(self._parameters, self._has_sum) if has_sum]
+
     def take_exposed(self) -> None:
         """After a backward pass that has added to the sums itself."""
         take = self._taking()

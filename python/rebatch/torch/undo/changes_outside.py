@@ -43,7 +43,7 @@ def _names_in(code: types.CodeType) -> Set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
-def _named_by(function: Any) -> Iterator[Tuple[str, Any]]:
+def named_by(function: Any) -> Iterator[Tuple[str, Any]]:
     """What a function names: variables of the functions around it, globals, its default arguments,
     those of a functools.partial, and the object whose method it is."""
     if isinstance(function, functools.partial):
@@ -87,11 +87,11 @@ class _Marks:
     """What changes where a value changes: by the names of what some functions name. Of what is
     known, nothing."""
 
-    def __init__(self, functions: Sequence[Any], known: Set[int]):
-        self._known = known
+    def __init__(self, functions: Sequence[Any], known: Set[int], apart: Set[int]):
+        self._known, self._apart = known, known | apart
         self.found: Dict[str, Any] = {}
         for function in functions:
-            for name, value in _named_by(function):
+            for name, value in named_by(function):
                 is_skipped = isinstance(value, _SKIPPED) and not _is_in(value, functions)
                 if not (is_skipped or id(value) in known):
                     self._add(name, value)
@@ -153,7 +153,7 @@ class _Marks:
         parts: Iterable[Any] = value if isinstance(value, (list, tuple)) else [value]
         parts = value.parameters() if isinstance(value, torch.nn.Module) else parts
         leaves = [p for p in parts if isinstance(p, torch.Tensor) and p.is_leaf]
-        gradients = [p.grad for p in leaves if p.grad is not None and id(p) not in self._known]
+        gradients = [p.grad for p in leaves if p.grad is not None and id(p) not in self._apart]
         return [(id(gradient), gradient._version) for gradient in gradients]
 
 
@@ -173,6 +173,7 @@ class Told:
         advice: str = _ADVICE,
     ):
         self._functions, self._known, self._name, self._advice = functions, known, name, advice
+        self.apart: Sequence[Sequence[torch.Tensor]] = ()  # whose gradients are kept apart
         self._is_due = self._is_done = False
         self._before: Optional[Dict[str, Any]] = None
 
@@ -202,7 +203,8 @@ class Told:
             self._warn(names)
 
     def _marks(self) -> Dict[str, Any]:
-        return _Marks(self._functions(), self._known()).found
+        apart = {id(p) for tensors in self.apart for p in tensors}
+        return _Marks(self._functions(), self._known(), apart).found
 
     def _warn(self, names: List[str]) -> None:
         more = f" and {len(names) - 3} others" if len(names) > 3 else ""
