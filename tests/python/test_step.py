@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import pickle
+import random
 import weakref
 
 import pytest
@@ -386,6 +387,54 @@ def test_an_oom_within_the_update_is_torn():
     with pytest.raises(rebatch.Torn, match="restore a checkpoint"):
         step(batch)
     assert step.report.torn
+
+
+class Raises(torch.optim.SGD):
+    """Runs out of memory once it has changed some parameters."""
+
+    def __init__(self, parameters, number):
+        super().__init__(parameters, 0.1)
+        self.number = number
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"][: self.number]:
+            with torch.no_grad():
+                p.add_(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "number, sentence",
+    (
+        (0, "before it changed a parameter: they are as they were, unless it writes through .data"),
+        (1, "which had changed 1 of {} parameters: restore a checkpoint"),
+        (99, "which had changed {0} of {0} parameters: restore a checkpoint"),
+    ),
+)
+def test_torn_says_what_has_changed(number, sentence):
+    model, batch, loss_fn = make("mlp")
+    parameters = list(model.parameters())
+    step = rebatch.Step(model, Raises(parameters, number), loss_fn, log_level="quiet")
+    with pytest.raises(rebatch.Torn) as caught:
+        step(batch)
+    text = str(caught.value)
+    assert text.startswith("step 0: out of memory in the optimizer's step, ")
+    assert sentence.format(len(parameters)) in text
+    assert "rebatch_mutating" not in text and "reserve" not in text
+
+
+@pytest.mark.parametrize("draw", (random.random, lambda: float(torch.rand(()))))
+def test_an_oom_by_chance_is_said_to_be_drawn_again(draw):
+    model, batch, _ = make("mlp")
+
+    def loss_fn(model, samples):
+        if draw() < 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(samples[0]).square().mean()
+
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")
+    with pytest.raises(rebatch.Exhausted, match="generators of random numbers.*is drawn again"):
+        step(batch)
 
 
 # ---- losses, scalers, clipping, several optimizers ----

@@ -18,7 +18,7 @@ from rebatch.torch.core.rehearsal import rehearse
 from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.mistakes import hooked, refuse_stepped
 from rebatch.torch.program.program import Running, listed
-from rebatch.torch.program.update import Update
+from rebatch.torch.program.update import Update, torn_text, version_of
 from rebatch.torch.saving.levels import Rungs
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.session import Ended, Session
@@ -453,8 +453,13 @@ class Callbacks:
             self._ranks.begin_update(is_on_host=self._update.reads_gradients)
         lib.rebatch_mutating(self.session.rb)
         self.accumulators.put_buffers()
-        with allocator.tag("optimizer"):
-            self._update.apply()
+        versions = list(map(version_of, self._trained))
+        try:
+            with allocator.tag("optimizer"):
+                self._update.apply()
+        except Exception:
+            self.session.torn_text = torn_text(self._trained, versions)
+            raise
         self.is_applied = True
 
     def _reserve_update(self) -> None:

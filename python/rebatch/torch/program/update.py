@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -101,6 +102,24 @@ def _is_before_first_step(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer).__name__ == "Adagrad":
         return all(state["step"].item() == 0 for state in optimizer.state.values())
     return not optimizer.state
+
+
+version_of = operator.attrgetter("_version")
+
+
+def torn_text(parameters: Sequence[torch.Tensor], versions: Sequence[int]) -> str:
+    """What an update has changed that ran out of memory: "out of memory" and this is a sentence.
+    `versions` are those of before it."""
+    changed = sum(now != then for now, then in zip(map(version_of, parameters), versions))
+    if changed:
+        return (
+            f" in the optimizer's step, which had changed {changed} of {len(parameters)} "
+            "parameters: restore a checkpoint"
+        )
+    return (
+        " in the optimizer's step, before it changed a parameter: they are as they were, unless it "
+        "writes through .data, which PyTorch does not count: then restore a checkpoint"
+    )
 
 
 def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:

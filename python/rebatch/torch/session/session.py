@@ -40,7 +40,8 @@ _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 _RAISED_BY_PROGRAM = (
     "\nThe program raised this OOM itself ({}). To fail once use rebatch.testing.fail_once(): an "
-    "attribute of the model that says so is put back after each attempt, which then fails again."
+    "attribute of the model that says so is put back after each attempt, and so are generators of "
+    "random numbers, so that a draw that says so is drawn again."
 )
 
 
@@ -50,8 +51,8 @@ class Exhausted(torch.OutOfMemoryError):
 
 
 class Torn(RuntimeError):
-    """Memory ran out while the optimizer was changing parameters: some are new, some are old.
-    Restore a checkpoint."""
+    """Memory ran out while the optimizer was changing parameters: some may be new, some old. The
+    message says how many have changed. Restore a checkpoint."""
 
 
 class PeerFailed(RuntimeError):
@@ -185,6 +186,7 @@ class Session:
         self.error: Optional[BaseException] = None  # of a callback, and no OOM
         self.oom_text = ""  # of the last OOM
         self._raised_at = ""  # where the program itself raised it
+        self.torn_text = ""  # of an update that ran out of memory
         self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
@@ -275,7 +277,7 @@ class Session:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> int:
         """Call a function of C that runs callbacks: its status."""
-        self.error, self._lost, self._said = None, None, ""
+        self.error, self._lost, self._said, self.torn_text = None, None, "", ""
         before, status = self.modes.save(), int(c.Status.E_USER)
         try:
             status = int(interrupts.call(self.keep_error, function, self.rb, *arguments))
@@ -384,6 +386,8 @@ class Session:
             return
         text = self._said or c.last_error()
         if status in (c.Status.E_EXHAUSTED, c.Status.E_TORN):
+            if status == c.Status.E_TORN and self.torn_text:
+                text = text.partition(" in optimizer_step")[0] + self.torn_text
             said = f"{text}\n{self.oom_text}" if self.oom_text else text
             if status == c.Status.E_TORN:
                 raise Torn(said)

@@ -13,6 +13,7 @@ import torch
 from rebatch._library import lib
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.allocator import phases
+from rebatch.torch.program.update import torn_text, version_of
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Exhausted, Torn
 from rebatch.torch.trainers.backward import Backward
@@ -30,6 +31,7 @@ class TrainerUpdate:
     def __init__(self, backward: Backward):
         self._backward = backward
         self._needed_bytes: Dict[tuple[Any, ...], int] = {}  # by updates of each kind
+        self._versions: List[int] = []  # of the parameters, before the step
         self._attempts: Counter[Any] = collections.Counter()  # at measuring
         self._has_begun = self._is_measuring = False
 
@@ -104,10 +106,8 @@ class TrainerUpdate:
         finally:
             if self._has_begun:
                 self._allow_overflow(False)
-        raise Torn(
-            "out of memory within the optimizer's step: some parameters are new, some are old; "
-            f"restore a checkpoint\n{text}"
-        )
+        said = torn_text(self._backward.parameters, self._versions)
+        raise Torn(f"out of memory{said}\n{text}")
 
     def begin(self) -> None:
         """The optimizer steps next. Raises Exhausted where the memory that an earlier step needed
@@ -124,6 +124,7 @@ class TrainerUpdate:
                 torch.cuda.reset_peak_memory_stats(device)
                 self._live_bytes = torch.cuda.memory_allocated(device)
         self._has_begun = True
+        self._versions = list(map(version_of, self._backward.parameters))
         self._allow_overflow(True)
 
     def _allow_overflow(self, may: bool) -> None:
