@@ -24,7 +24,7 @@ static bool is_watched(void)
 
 /* ---- the sentence ---- */
 
-/* free() and realloc() read a header in front of what they are given. */
+/* The heap reads a header in front of what it is to free. */
 static void add_pools(struct rbi_text *t, const char *address)
 {
     const char *const given = address + 2 * sizeof(size_t);
@@ -36,8 +36,9 @@ static void add_pools(struct rbi_text *t, const char *address)
         rbi_place_add(t, &block->place, block->bytes);
     else
         rbi_text_add(t, "one of its blocks");
-    rbi_text_add(t, ": give blocks back by rebatch_pool_free(), not by free(), and leave memory of "
-                    "a GPU to kernels");
+    rbi_text_add(t,
+                 ": give blocks back by rebatch_pool_free(), not by C's free, and leave memory of "
+                 "a GPU to kernels");
 }
 
 static void add_block(struct rbi_text *t, const void *address)

@@ -139,7 +139,7 @@ Test(check_ending, what_the_heap_is_given_of_the_pool_is_named)
         cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "%d: %s", status, text);
         HAS(text, " is the pool's, in or in front of ");
         HAS(text, given[way]);
-        HAS(text, ": give blocks back by rebatch_pool_free(), not by free(), and ");
+        HAS(text, ": give blocks back by rebatch_pool_free(), not by C's free, and ");
     }
 }
 
