@@ -72,13 +72,22 @@ void rbi_old_buffers_forget(struct rbi_old_buffers *old, const void *address)
         }
 }
 
+static size_t count_of_owner(const struct rbi_old_buffers *old)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < old->count; i++)
+        count += old->entries[i].owner == old->owner;
+    return count;
+}
+
 void rbi_old_buffers_begin(rebatch_pool *pool, uint64_t owner)
 {
     struct rbi_old_buffers *const old = &pool->old_buffers;
     rbi_lock_take(&pool->lock);
-    if (old->owner && old->owner != owner)
-        old->held = SIZE_MAX;
+    old->has_failed = old->has_failed && old->owner == owner;
     old->owner = owner;
+    if (!old->has_failed)
+        old->held = count_of_owner(old);
     old->is_open = true;
     old->freed = 0;
     old->doubtful = NULL;
@@ -140,7 +149,8 @@ static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence, siz
     const struct rbi_old_buffers *const old = &pool->old_buffers;
     const struct rbi_block *const block =
         old->doubtful ? rbi_table_find(&pool->heap.table, old->doubtful) : NULL;
-    return block && block->sequence >= first_sequence && old->freed >= rbi_min(made, old->held);
+    const size_t least = old->has_failed ? rbi_min(made, old->held) : made;
+    return block && block->sequence >= first_sequence && old->freed >= least;
 }
 
 /* The next call may find the pointers of before this one, and those of this one. */
@@ -167,10 +177,8 @@ const void *rbi_old_buffers_end(rebatch_pool *pool, uint64_t first_sequence, boo
         keep_all(pool, first_sequence);
     else
         keep_resident(pool);
-    if (!has_failed)
-        old->held = SIZE_MAX;
-    else if (old->held != SIZE_MAX)
-        old->held = old->held + made - rbi_min(old->held + made, old->freed);
+    old->has_failed = has_failed;
+    old->held = old->held + made - rbi_min(old->held + made, old->freed);
     rbi_pool_give_lock(pool);
     return doubtful;
 }

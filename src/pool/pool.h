@@ -97,10 +97,11 @@ struct rbi_old_buffer {
 struct rbi_old_buffers {
     struct rbi_old_buffer *entries;
     size_t count, capacity;
-    uint64_t owner; /* of the call that runs, or ran last */
-    bool is_open;   /* a call runs */
-    size_t freed;   /* blocks by it that were there before: old buffers, and others' */
-    size_t held; /* new ones that calls before it left when they failed; SIZE_MAX: one succeeded */
+    uint64_t owner;  /* of the call that runs, or ran last */
+    bool is_open;    /* a call runs */
+    size_t freed;    /* blocks by it that were there before: old buffers, and others' */
+    size_t held;     /* old buffers that the program has pointers to, at least, when it begins */
+    bool has_failed; /* the call before it */
     const void *doubtful; /* an address in it that was freed late and is a block in use: the last of
                              an older block, else the first */
 };

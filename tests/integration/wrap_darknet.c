@@ -56,6 +56,8 @@ Test(wrap_darknet, a_request_that_fails_changes_no_bit)
         AUTO_DONE(wrapped) = run_it(MUCH, options, "darknet", "16 1 4");
         cr_expect_eq(wrapped.code, 0, "%s: %s", options, wrapped.error);
         cr_expect_str_eq(wrapped.out, plain.out, "%s", options);
+        cr_expect_null(strstr(wrapped.error, "freed the address"), "%s: %s", options,
+                       wrapped.error);
     }
 }
 
