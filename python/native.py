@@ -1,4 +1,5 @@
-"""Builds what of the package is in C: librebatch.so, the headers beside it, the version.
+"""Builds what of the package is in C: librebatch.so, the command `rebatch` with the library that it
+has programs load, the headers beside them, the version.
 
 It needs a C compiler (the environment variable CC, or cc) and no library. setup.py uses it; as a
 program it makes a package that can be imported, without setuptools:
@@ -21,24 +22,31 @@ HERE = Path(__file__).resolve().parent
 COPY = HERE / "native"  # in a source distribution, which has its own copy of the C sources
 ROOT = COPY if COPY.is_dir() else HERE.parent
 
-# The flags of the Makefile that change what the library does.
+# The flags of the Makefile that change what the library does, and those of single folders.
 FLAGS = "-std=c17 -D_GNU_SOURCE -pthread -fPIC -fvisibility=hidden -Iinclude -Isrc -O2".split()
-POOL_FLAGS = ["-fno-tree-slp-vectorize"]
-# Folders of src that are programs of their own, not the library.
-PROGRAMS = {"cli"}
+FOLDER_FLAGS = {
+    "pool": ["-fno-tree-slp-vectorize"],
+    "cli": ["-Iexamples"],
+    "preload": ["-I.", "-DRBI_DEFINES_DLSYM"],
+}
+# What is built, beside the library: its folder of sources.
+COMMAND, PRELOADED = Path("src/cli"), Path("preload")
+# All that a source distribution has a copy of.
+SOURCES = ("src", "include", "preload", "examples/output.h")
 # Their stand-ins, settings_file_absent.c and store_absent.c, need no libconfig.
 NEED_LIBCONFIG = {Path("src/config/settings_file.c"), Path("src/probe/store.c")}
 
 
 def sources() -> list[Path]:
-    """The library's C files, relative to ROOT."""
-    found = sorted(path.relative_to(ROOT) for path in ROOT.glob("src/**/*.c"))
+    """The C files, relative to ROOT."""
+    folders = ("src/**/*.c", f"{PRELOADED}/*.c")
+    found = sorted(path.relative_to(ROOT) for glob in folders for path in ROOT.glob(glob))
     if not found:
         raise SystemExit(
             f"rebatch: the C sources are not in {ROOT}/src; "
             "install from a whole checkout, with pip 21.3 or newer"
         )
-    return [f for f in found if f.parts[1] not in PROGRAMS and f not in NEED_LIBCONFIG]
+    return [f for f in found if f not in NEED_LIBCONFIG]
 
 
 def version() -> str:
@@ -59,24 +67,46 @@ def run(command: Sequence[str]) -> None:
         raise SystemExit(f"rebatch: this failed: {shlex.join(command)}\n{done.stderr}")
 
 
-def build_library(path: Path) -> None:
-    """Compiles the library into one file."""
+def build_binaries(target: Path) -> None:
+    """The library, the command, and the library that it has programs load, in one folder. They are
+    named without a number: they belong to this package alone."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     flags = FLAGS + shlex.split(os.environ.get("CFLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
 
-        def build(source: Path) -> str:
-            target = os.path.join(folder, "-".join(source.parts) + ".o")
-            extra = POOL_FLAGS if source.parts[1] == "pool" else []
-            run([*compiler, *flags, *extra, "-c", "-o", target, str(source)])
-            return target
+        def build(source: Path) -> tuple[Path, str]:
+            result = os.path.join(folder, "-".join(source.parts) + ".o")
+            extra = FOLDER_FLAGS.get(source.parts[min(1, len(source.parts) - 2)], [])
+            run([*compiler, *flags, *extra, "-c", "-o", result, str(source)])
+            return source.parent, result
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(build, sources()))
-        # It is named without a number: it belongs to this package alone.
-        link = ["-shared", "-Wl,-soname,librebatch.so", "-Wl,--no-undefined"]
-        linker = shlex.split(os.environ.get("LDFLAGS", ""))
-        run([*compiler, *link, *linker, "-o", str(path), *objects, "-lm", "-pthread", "-ldl"])
+            built = list(pool.map(build, sources()))
+        parts = {part: [o for at, o in built if at == part] for part in (COMMAND, PRELOADED)}
+        objects = [o for at, o in built if at not in parts]
+        archive = os.path.join(folder, "librebatch.a")
+        run([_archiver(compiler), "rcs", archive, *objects])
+
+        def link(name: str, *arguments: str) -> None:
+            linker = shlex.split(os.environ.get("LDFLAGS", ""))
+            end = [*linker, "-lm", "-pthread", "-ldl"]
+            run([*compiler, "-o", str(target / name), *arguments, *end])
+
+        shared = ["-shared", "-Wl,--no-undefined"]
+        link("librebatch.so", *shared, "-Wl,-soname,librebatch.so", *objects)
+        link("rebatch", *parts[COMMAND], archive)
+        # The session is the shared library's; of the archive come private parts, which stay inside.
+        beside = [f"-L{target}", "-lrebatch", "-Wl,-rpath,$ORIGIN", "-Wl,--exclude-libs,ALL"]
+        soname = "-Wl,-soname,librebatch_wrap.so"
+        link("librebatch_wrap.so", *shared, soname, *parts[PRELOADED], *beside, archive)
+
+
+def _archiver(compiler: Sequence[str]) -> str:
+    """That of the compiler, which may be one for another machine."""
+    named = subprocess.run(
+        [*compiler, "-print-prog-name=ar"], cwd=ROOT, capture_output=True, text=True
+    )
+    return named.stdout.strip() or "ar"
 
 
 def build_into(package: str | Path) -> None:
@@ -86,9 +116,10 @@ def build_into(package: str | Path) -> None:
     shutil.rmtree(headers, ignore_errors=True)
     shutil.copytree(ROOT / "include" / "rebatch", headers)
     (package / "_version.py").write_text(f'version = "{version()}"\n')
-    fresh = package / ".librebatch.so"
-    build_library(fresh)
-    os.replace(fresh, package / "librebatch.so")  # a process may have the old one loaded
+    with tempfile.TemporaryDirectory(dir=package) as fresh:
+        build_binaries(Path(fresh))
+        for path in Path(fresh).iterdir():
+            os.replace(path, package / path.name)  # a process may have the old one loaded
 
 
 def main() -> None:

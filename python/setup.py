@@ -47,8 +47,10 @@ class SdistWithSources(sdist):
 
     def make_release_tree(self, base_dir, files):
         super().make_release_tree(base_dir, files)
-        for folder in "src", "include":
-            shutil.copytree(native.ROOT / folder, Path(base_dir, "native", folder))
+        for name in native.SOURCES:
+            source, copy = native.ROOT / name, Path(base_dir, "native", name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if source.is_dir() else shutil.copy2)(source, copy)
 
 
 setup(

@@ -17,9 +17,13 @@
 #define RBI_FIRST(name) __asm__(".symver " #name "," #name "@" RBI_GLIBC);
 
 /* Moved to libc.so in 2.32 and 2.34. */
+RBI_FIRST(dladdr)
 RBI_FIRST(dlclose)
 RBI_FIRST(dlopen)
+RBI_FIRST(dlvsym)
+#ifndef RBI_DEFINES_DLSYM
 RBI_FIRST(dlsym)
+#endif
 RBI_FIRST(pthread_create)
 RBI_FIRST(pthread_join)
 RBI_FIRST(pthread_once)
@@ -40,9 +44,29 @@ extern "C" __attribute__((visibility("hidden"), weak)) char __libc_single_thread
 #undef _GLIBCXX_EXTERN_TEMPLATE
 #define _GLIBCXX_EXTERN_TEMPLATE 1
 #else
-/* A function since 2.33. */
+/* Functions since 2.33. */
 #include <sys/stat.h>
+extern int __xstat(int, const char *, struct stat *);
 extern int __fxstat(int, int, struct stat *);
+extern int __lxstat(int, const char *, struct stat *);
+RBI_FIRST(__xstat)
 RBI_FIRST(__fxstat)
+RBI_FIRST(__lxstat)
+#define stat(path, status) __xstat(RBI_STAT_VERSION, path, status)
 #define fstat(descriptor, status) __fxstat(RBI_STAT_VERSION, descriptor, status)
+#define lstat(path, status) __lxstat(RBI_STAT_VERSION, path, status)
+
+/* A program begins with the version of 2.34; the linker's --wrap leads here. Without constructors
+ * the older one is the same. */
+typedef int rbi_start(int (*)(int, char **, char **), int, char **, void (*)(void), void (*)(void),
+                      void (*)(void), void *);
+extern rbi_start rbi_first_start;
+__asm__(".symver rbi_first_start,__libc_start_main@" RBI_GLIBC);
+extern rbi_start __wrap___libc_start_main;
+__attribute__((weak, visibility("hidden"))) int
+__wrap___libc_start_main(int (*run)(int, char **, char **), int count, char **arguments,
+                         void (*begin)(void), void (*end)(void), void (*unload)(void), void *stack)
+{
+    return rbi_first_start(run, count, arguments, begin, end, unload, stack);
+}
 #endif

@@ -92,6 +92,37 @@ def test_a_wrong_limit_in_the_environment_is_one_sentence(monkeypatch):
         install()
 
 
+def command(*arguments, **options):
+    """python3 -m rebatch, which is the program that `make install` installs."""
+    line = [sys.executable, "-m", "rebatch", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, **options)
+
+
+def test_the_command_is_in_the_package():
+    assert command("--version").stdout == f"rebatch {rebatch.__version__}\n"
+    assert command("config", "show").stdout.startswith("batch = {")
+    assert "there is no command 'fix'; did you mean 'fit'" in command("fix").stderr
+
+
+def test_the_command_has_a_program_load_the_library_beside_it():
+    done = command("run", "--limit", "1GiB", "--", "sh", "-c", "echo $LD_PRELOAD; exit 3")
+    assert done.stdout.strip().endswith(str(PACKAGE / "librebatch_wrap.so"))
+    assert done.returncode == 3 and "no librebatch_wrap.so" not in done.stderr
+
+
+def test_a_step_of_a_program_is_checked_by_the_command(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import torch, rebatch.torch as rebatch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "step = rebatch.Step(model, optimizer, lambda m, x: m(x).square().sum())\n"
+        "step(torch.ones(8, 4))\n"
+    )
+    done = command("run", "--check", "--", sys.executable, program)
+    assert done.returncode == 4 and done.stdout.startswith("sum "), done.stderr
+
+
 def test_importing_loads_no_torch():
     program = "import sys, rebatch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -64,6 +64,7 @@ def test_no_library_of_pytorch_is_in_it(wheel):
         libraries = [name for name in archive.namelist() if ".so" in name]
     assert sorted(libraries) == [
         "rebatch/librebatch.so",
+        "rebatch/librebatch_wrap.so",
         "rebatch/torch/allocator/front-torch2.9-cu13.so",
     ]
 
@@ -72,6 +73,13 @@ def test_pip_installs_it_where_it_was_built(wheel, tmp_path):
     pip = [ROOT / "build/wheel-venv/bin/python", "-m", "pip", "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--no-deps", "--target", tmp_path, wheel], check=True)
     assert (tmp_path / "rebatch/librebatch.so").stat().st_size > 0
+    # The command on PATH is the program in the package.
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = [
+        subprocess.run([*command, "run", "--help"], capture_output=True, env=environment)
+        for command in ([tmp_path / "bin/rebatch"], [tmp_path / "rebatch/rebatch"])
+    ]
+    assert said[0].returncode == 0 and said[0].stdout == said[1].stdout
 
 
 def test_the_source_distribution_builds_the_same_package(built, wheel, tmp_path):
