@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from models import out_of_memory, same_bits
+from models import Unseen, out_of_memory, same_bits
 from rebatch.testing import fail_once
 
 # Some change what an update depends on, and so does the cut then.
@@ -287,7 +287,156 @@ def in_a_generator_function(number):
     return loss_fn, "calls"
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class OfTheClass:
+    calls = 0
+
+    @classmethod
+    def count(cls):
+        cls.calls += 1
+        return cls.calls
+
+
+class Inherits(OfTheClass):
+    """Has no calls of its own."""
+
+
+def in_an_object_in_a_dict(number):
+    counters = {"loss": Counter(number)}
+
+    def loss_fn(model, samples):
+        counters["loss"].count()
+        return plain(model, samples)
+
+    return loss_fn, "counters['loss'].calls"
+
+
+def in_slots(number):
+    counter = Slotted()
+
+    def loss_fn(model, samples):
+        counter.calls += 1
+        fail_at(counter.calls, number)
+        return plain(model, samples)
+
+    return loss_fn, "counter.calls"
+
+
+def in_a_class(number):
+    OfTheClass.calls = 0
+
+    def loss_fn(model, samples):
+        OfTheClass.calls += 1
+        fail_at(OfTheClass.calls, number)
+        return plain(model, samples)
+
+    return loss_fn, "OfTheClass.calls"
+
+
+def in_a_base_of_a_class(number):
+    OfTheClass.calls = 0
+    count = types.MethodType(OfTheClass.count.__func__, OfTheClass)
+    other = Inherits()
+
+    def loss_fn(model, samples):
+        fail_at(count() if other else 0, number)
+        return plain(model, samples)
+
+    return loss_fn, "OfTheClass.calls"
+
+
+def two_dicts_deep(number):
+    deep = {"a": {"calls": 0}}
+
+    def loss_fn(model, samples):
+        deep["a"]["calls"] += 1
+        fail_at(deep["a"]["calls"], number)
+        return plain(model, samples)
+
+    return loss_fn, "deep['a']"
+
+
+class Holder:
+    def __init__(self, number):
+        self.parts = [Counter(number)]
+
+    def loss(self, model, samples):
+        return self.parts[0](model, samples)
+
+
+def three_objects_deep(number):
+    return Holder(number).loss, "self.parts[0].calls"
+
+
+def by_a_bound_method(number):
+    count = Counter(number).count
+
+    def loss_fn(model, samples):
+        count()
+        return plain(model, samples)
+
+    return loss_fn, "count.__self__.calls"
+
+
+def by_a_function_that_it_calls(number):
+    global calls_of_it
+    calls_of_it = 0
+
+    def loss_fn(model, samples):
+        fail_at(count_it(), number)
+        return plain(model, samples)
+
+    return loss_fn, "calls_of_it"
+
+
+def count_it():
+    global calls_of_it
+    calls_of_it += 1
+    return calls_of_it
+
+
+def in_a_scheduler(number):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1), lambda step: 1.0
+    )
+    steps = {"rate": [scheduler]}
+
+    def loss_fn(model, samples):
+        steps["rate"][0].step()
+        fail_at(scheduler.last_epoch, number)
+        return plain(model, samples)
+
+    return loss_fn, "scheduler.last_epoch"
+
+
+def at_the_end_of_a_long_list(number):
+    calls = [0.0] * 1000 + [0]
+
+    def loss_fn(model, samples):
+        calls[-1] += 1
+        fail_at(calls[-1], number)
+        return plain(model, samples)
+
+    return loss_fn, "calls"
+
+
 FLAGS = [
+    in_an_object_in_a_dict,
+    in_slots,
+    in_a_class,
+    in_a_base_of_a_class,
+    two_dicts_deep,
+    three_objects_deep,
+    by_a_bound_method,
+    by_a_function_that_it_calls,
+    in_a_scheduler,
+    at_the_end_of_a_long_list,
     in_a_list,
     of_a_global,
     of_the_function,
@@ -326,7 +475,7 @@ def test_a_flag_that_fails_once_does_so_and_is_told_once(flag, in_step):
 
     (text,) = said(train)
     assert ooms == [*[0] * in_step, 1, 0, 1]
-    assert text.startswith(f"rebatch: loss_fn changes '{name}' outside of the model")
+    assert text.startswith("rebatch: loss_fn changes ") and repr(name) in text
     assert "state=[...]" in text and "beside the loss" in text
 
 
@@ -334,6 +483,183 @@ def test_a_flag_that_fails_once_does_so_and_is_told_once(flag, in_step):
 def test_without_an_oom_nothing_is_told(flag):
     step = step_of(model_of(), flag(0)[0], micro_start=8)
     assert said(lambda: [step(batch_of(i)) for i in range(5)]) == []
+
+
+# ---- what only the attempt that failed changes ----
+
+
+def popped(number):
+    left = [1]
+
+    def loss_fn(model, samples):
+        if len(ran) == number and left:
+            left.pop()
+            out_of_memory(None)
+        return plain(model, samples)
+
+    ran = Unseen()
+    return loss_fn, "left", ran
+
+
+def flipped(number):
+    given = types.SimpleNamespace(is_first=True)
+
+    def loss_fn(model, samples):
+        if len(ran) == number and given.is_first:
+            given.is_first = False
+            out_of_memory(None)
+        return plain(model, samples)
+
+    ran = Unseen()
+    return loss_fn, "given.is_first", ran
+
+
+def noted(number):
+    failed = []
+
+    def loss_fn(model, samples):
+        if len(ran) == number and not failed:
+            failed.append(True)
+            out_of_memory(None)
+        return plain(model, samples)
+
+    ran = Unseen()
+    return loss_fn, "failed", ran
+
+
+def removed(number):
+    left = {"once": Counter(0), "always": Counter(0)}
+
+    def loss_fn(model, samples):
+        if len(ran) == number and "once" in left:
+            del left["once"]
+            out_of_memory(None)
+        return plain(model, samples)
+
+    ran = Unseen()
+    return loss_fn, "left", ran
+
+
+@pytest.mark.parametrize("once", (popped, flipped, noted, removed))
+@pytest.mark.parametrize("in_step", (0, 2))
+def test_what_the_attempt_that_failed_alone_changes_is_told_in_the_first_steps(once, in_step):
+    loss_fn, name, ran = once(in_step)
+    step = step_of(model_of(), loss_fn)
+
+    def train():
+        for i in range(in_step + 2):
+            step(batch_of(i))
+            ran.append(i)
+
+    (text,) = said(train)
+    assert text.startswith(f"rebatch: loss_fn changes '{name}' outside of the model")
+
+
+def test_a_cache_that_the_attempt_that_failed_filled_is_not_told():
+    masks, given, made = {}, types.SimpleNamespace(mask=None), Counter(0)
+
+    def loss_fn(model, samples):
+        if given.mask is None:
+            given.mask = torch.ones(8)
+            made.scale = torch.ones(())
+        mask = masks.setdefault("ones", torch.ones(8))
+        return plain(model, (samples[0] * mask * given.mask * made.scale, samples[1]))
+
+    model = model_of()
+    with fail_once(model):
+        assert said(lambda: step_of(model, loss_fn)(batch_of(0))) == []
+
+
+# ---- what moves up and down within an attempt ----
+
+DEPTH = [0]
+
+
+def up(*_):
+    DEPTH[0] += 1
+
+
+def down(*_):
+    DEPTH[0] -= 1
+
+
+def of_the_file(model):
+    model.register_forward_pre_hook(up)
+    model.register_forward_hook(down)
+    return "DEPTH"
+
+
+def around_the_hooks(model):
+    depth = 0
+
+    def move(by):
+        def hook(*_):
+            nonlocal depth
+            depth += by
+
+        return hook
+
+    model.register_forward_pre_hook(move(1))
+    model.register_forward_hook(move(-1))
+    return "depth"
+
+
+class Deep(torch.nn.Linear):
+    """A class of this file: what its functions name is looked at."""
+
+    def forward(self, x):
+        up()
+        x = super().forward(self.inner(x))
+        down()
+        return x
+
+
+def by_the_models_module(model):
+    model[0] = Deep(8, 4)
+    model[0].inner = torch.nn.Identity()
+    return "DEPTH"
+
+
+@pytest.mark.parametrize("pair", (of_the_file, around_the_hooks, by_the_models_module))
+@pytest.mark.parametrize("in_step", (0, 2, 5))
+def test_a_counter_that_a_pair_of_functions_moves_is_told(pair, in_step):
+    DEPTH[0] = 0
+    model = model_of()
+    name = pair(model)
+    step = step_of(model, plain)
+    failing = getattr(model[0], "inner", model[1])
+
+    def train():
+        for i in range(in_step + 2):
+            with fail_once(failing) if i == in_step else warnings.catch_warnings():
+                step(batch_of(i))
+
+    (text,) = said(train)
+    assert text.startswith(f"rebatch: loss_fn changes '{name}' outside of the model")
+
+
+@pytest.mark.parametrize("in_step", (0, 5))
+def test_a_counter_that_is_taken_back_whatever_happens_is_not_told(in_step):
+    DEPTH[0] = 0
+    model = model_of()
+
+    def loss_fn(model, samples):
+        up()
+        try:
+            return plain(model, samples)
+        finally:
+            down()
+
+    step = step_of(model, loss_fn)
+    epoch = [0]  # moved by the loop, between two steps
+
+    def train():
+        for i in range(in_step + 2):
+            epoch[0] = i // 4
+            with fail_once(model[1]) if i == in_step else warnings.catch_warnings():
+                step(batch_of(i))
+
+    assert said(train) == []
 
 
 # ---- what changes by being used ----
@@ -442,6 +768,7 @@ def test_an_optimizer_in_state_is_put_back_to_the_bit(in_step, more):
 class FailsInBackward(torch.autograd.Function):
     """Where `left` calls are over: when the gradients of what comes after it are there."""
 
+    __module__ = "torch"  # it is not looked at, and may count
     left = 0
 
     @staticmethod

@@ -100,6 +100,7 @@ class Map:
             self._undo.handled,
             lambda: "the function of a map",
             "return the value with the result",
+            modules=lambda: self._undo.tree.modules,
         )
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 

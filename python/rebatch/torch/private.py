@@ -159,15 +159,8 @@ def fsdp_mesh_info() -> Any:
 
 # ---- attributes ----
 
-MODULE_TABLES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
 # What a model of fully_shard() is refused without, in the order in which the objects are reached.
 FSDP_STATE = ("_lazy_init", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward")
 FSDP_CONTEXT = ("all_states", "iter_forward_root", "post_backward_final_callback_queued")

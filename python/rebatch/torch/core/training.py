@@ -401,6 +401,7 @@ def training_of(
         program.functions_that_run,
         lambda: undo.handled() | program.handled(),
         lambda: program.loss_name,
+        modules=lambda: undo.tree.modules,
     )
     running = Running(program, undo, told)
     running.has_ranks = ranks is not None

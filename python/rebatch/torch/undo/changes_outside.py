@@ -1,7 +1,10 @@
 """What loss_fn changes outside of the model, which is not put back, is told once.
 
-Nothing is looked at before a first OOM. The attempt that runs again after it is the experiment:
-what changes then, of what loss_fn names, has changed in the attempt that failed too."""
+In the first steps all that loss_fn and the model's modules name is looked at before an attempt, so
+one that fails there shows what it changed. After these nothing is looked at before an OOM. The
+attempt that runs again after it is the experiment: what changes then has changed in the attempt
+that failed too. What moves within it and comes back, such as a counter that a pair of hooks moves
+up and down, is told where it is not what it was in the first steps."""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import functools
 import inspect
 import itertools
 import operator
-import random
+import pickle
 import types
 import warnings
 from collections.abc import Iterator as AnyIterator
@@ -20,22 +23,38 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 import torch
 
 from rebatch._library import GuardPoint
-from rebatch._user_code import is_object, user_stacklevel
-from rebatch.torch.undo.generators import functions_of
-from rebatch.torch.undo.contents import ATOMS
-from rebatch.torch.undo.module_tree import names_of
+from rebatch._user_code import is_object, is_own, user_stacklevel
+from rebatch.torch.private import HOOK_TABLES
+from rebatch.torch.undo.contents import (
+    ATOMS,
+    attributes_of,
+    contents_of,
+    entries_of,
+    is_container,
+)
+from rebatch.torch.undo.generators import is_generator
+from rebatch.torch.undo.module_tree import is_compiled, names_of
 
-# Entries of a container that are looked at, beside its length.
-_MOST_ENTRIES = 64
+# Entries of a container that are looked at, beside its length; and of all that is looked at.
+_MOST_ENTRIES, _MOST_OF_ALL = 1024, 1 << 14
 # Arrays of NumPy up to this size are compared.
 _ARRAY_BYTES = 64 << 10
+# Steps in which everything is looked at, and attempts in these; looks within an attempt.
+_LOOKS, _MOST_ATTEMPTS, _LOOKS_WITHIN = 3, 32, 32
 _GRADIENTS = "gradients of "
 _ADVICE = (
     "give the Step state=[...] with tensors, modules and objects that have state_dict(), or return "
     "the value beside the loss"
 )
-_SKIPPED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-_WITH_ATTRIBUTES = (types.FunctionType, types.SimpleNamespace, argparse.Namespace)
+_WITH_ATTRIBUTES = (types.SimpleNamespace, argparse.Namespace)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_NO_VARIABLES = (
+    *(*_FUNCTIONS, types.BuiltinFunctionType, types.ModuleType),
+    *(staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType),
+)
+_NOTHING = ("", None)  # the mark of None
+
+Found = Dict[str, Dict[Any, Any]]  # by name, what changes with it: marks by keys
 
 
 def _names_in(code: types.CodeType) -> Set[str]:
@@ -71,99 +90,194 @@ def named_by(function: Any) -> Iterator[Tuple[str, Any]]:
     yield from ((name, variables[name]) for name in sorted(_names_in(code) & set(variables)))
 
 
-def _state_of(value: Any) -> Any:
-    """Of a generator of random numbers; None where it is none."""
-    kind = type(value)  # whose attributes ask no object, which may answer to every name
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate()
-    if hasattr(kind, "bit_generator") or kind.__name__ == "RandomState":
-        return repr(functions_of(value)[0]())
-    return None
+def _is_of_program(value: Any) -> bool:
+    """A function, class or file of the program."""
+    is_file = isinstance(value, types.ModuleType)
+    name = value.__name__ if is_file else getattr(value, "__module__", None)
+    return is_own(str(name or "builtins").split(".")[0])
+
+
+def _variables_of(value: Any) -> Dict[str, Any]:
+    """Of a class or file."""
+    return {
+        key: part
+        for key, part in vars(value).items()
+        if not (key.startswith("__") or isinstance(part, _NO_VARIABLES))
+    }
+
+
+def _text_of(state: Any) -> bytes:
+    """Of a generator. No array is printed: NumPy may leave most of its numbers out."""
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 class _Marks:
-    """What changes where a value changes: by the names of what some functions name. Of what is
-    known, nothing."""
+    """What changes where a value changes, of all that some functions name and some modules' classes
+    and hooks, at any depth. Of what is known, nothing, and of what is apart, no gradients."""
 
-    def __init__(self, functions: Sequence[Any], known: Set[int], apart: Set[int]):
-        self._known, self._apart = known, known | apart
-        self.found: Dict[str, Any] = {}
+    def __init__(
+        self,
+        functions: Sequence[Any],
+        modules: Sequence[torch.nn.Module],
+        known: Set[int],
+        apart: Set[int],
+    ):
+        self._known, self._apart = known, apart
+        self._left = _MOST_OF_ALL
+        self._optimizers: Set[str] = set()  # the names of those, whose gradients others have too
+        self._seen: Set[int] = set()
+        # Names, values to look into, and whether what these hold has the same name.
+        self._queue: collections.deque[Tuple[str, Any, bool]] = collections.deque()
+        self.has_compiled = False  # modules, which are to run as they are
+        self.found: Found = {}
         for function in functions:
-            for name, value in named_by(function):
-                is_skipped = isinstance(value, _SKIPPED) and not _is_in(value, functions)
-                if not (is_skipped or id(value) in known):
-                    self._add(name, value)
+            self._follow(function)
+        for kind in {type(module): None for module in modules}:
+            self._queue.append((kind.__name__, kind, False))
+        for module in modules:
+            for table in (getattr(module, name) for name in HOOK_TABLES):
+                for hook in table.values():
+                    if isinstance(hook, _FUNCTIONS):
+                        self._queue.append((getattr(hook, "__name__", "a hook"), hook, False))
+        while self._queue and self._left > 0:
+            self._look_into(*self._queue.popleft())
+        self.is_whole = self._left > 0
 
-    def _add(self, name: str, value: Any) -> None:
-        """Of an object of the program, its attributes."""
-        if not (is_object(value) or isinstance(value, _WITH_ATTRIBUTES)):
-            self._note(name, value)
+    def _follow(self, function: Any, owner: str = "self") -> None:
+        for name, value in named_by(function):
+            self._note(owner if name == "self" else name, value)
+        if isinstance(function, types.FunctionType):
+            self._note_attributes(function.__name__, function, vars(function))
+
+    # ---- what is noted ----
+
+    def _note(self, name: str, value: Any, key: Any = "", is_part: bool = False) -> None:
+        """That the name has this value, and look into it later."""
+        if id(value) in self._known:
             return
-        self.found[name] = id(value)
-        for key, part in list(getattr(value, "__dict__", {}).items()):
-            if id(part) not in self._known:
+        marks = self.found.setdefault(name, {})
+        marks[key] = self._mark(value)
+        if type(value) in ATOMS:
+            return
+        if isinstance(value, torch.Tensor):
+            self._note_gradient(name, value)
+        self._queue.append((name, value, is_part))
+
+    def _mark(self, value: Any) -> Tuple[Any, ...]:
+        if type(value) in ATOMS:
+            return "", repr(value) if isinstance(value, (float, complex)) else value
+        if id(value) in self._known or not isinstance(value, torch.Tensor) or value.is_inference():
+            return (id(value),)
+        return id(value), value._version
+
+    def _note_gradient(self, name: str, tensor: torch.Tensor) -> None:
+        gradient = tensor.grad if tensor.is_leaf else None
+        is_apart = name in self._optimizers or id(tensor) in self._apart
+        if gradient is not None and not is_apart:
+            marks = self.found.setdefault(_GRADIENTS + name, {})
+            marks[id(tensor)] = id(gradient), gradient._version
+
+    def _note_attributes(
+        self, name: str, owner: Any, attributes: Dict[Any, Any], is_part: bool = False
+    ) -> None:
+        self._left -= len(attributes)
+        for key, part in list(attributes.items()):
+            if is_part:
+                self._note(name, part, (id(owner), key), True)
+            else:
                 self._note(f"{name}.{key}", part)
 
-    def _note(self, name: str, value: Any) -> None:
-        self.found[name] = self._of(value)
-        self.found[_GRADIENTS + name] = self._gradients_of(value)
+    def _note_entries(self, name: str, value: Any, is_part: bool) -> None:
+        marks = self.found.setdefault(name, {})
+        entries: Any = vars(value) if isinstance(value, torch.Tensor) else value
+        self._left -= min(len(entries), _MOST_ENTRIES)
+        marks[id(value), "length"] = "", len(entries)
+        is_named = not (is_part or isinstance(value, set))
+        for key, part in list(itertools.islice(entries_of(entries), _MOST_ENTRIES)):
+            key = key if type(key) in ATOMS else id(key)
+            marks[id(value), key] = self._mark(part)
+            if type(part) in ATOMS or id(part) in self._known:
+                continue
+            if isinstance(part, torch.Tensor):
+                self._note_gradient(name, part)
+            self._queue.append((f"{name}[{key!r}]" if is_named else name, part, is_part))
 
-    def _of(self, value: Any) -> Any:
-        if type(value) in ATOMS or isinstance(value, torch.Tensor):
-            return self._of_entry(value)
+    # ---- what is looked into ----
+
+    def _look_into(self, name: str, value: Any, is_part: bool) -> None:
+        if id(value) in self._seen or id(value) in self._known:
+            return
+        self._seen.add(id(value))
         if isinstance(value, torch.nn.Module):
-            return [self._of_module(m) for m in value.modules() if id(m) not in self._known]
-        if isinstance(value, torch.optim.Optimizer):
-            return [self._of_entry(p) for group in value.param_groups for p in group["params"]]
+            self.has_compiled |= is_compiled(value)
+            attributes = {key: vars(value)[key] for key in names_of(value)}
+            tables = (value._parameters, value._buffers, value._modules)
+            for table in (*tables, attributes):
+                self._note_attributes(name, value, table, True)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._optimizers.add(name)
+            self._note_attributes(name, value, vars(value), True)
+        elif isinstance(value, (*_FUNCTIONS, type, types.ModuleType)):
+            self._look_into_code(name, value)
+        elif is_generator(value):
+            self.found.setdefault(name, {})["state"] = _text_of(contents_of(value))
+        elif is_container(value) or isinstance(value, torch.Tensor):
+            self._note_entries(name, value, is_part)
+        elif is_object(value):
+            self._note_attributes(name, value, attributes_of(value), is_part)
+            self._queue.append((type(value).__name__, type(value), False))
+        elif isinstance(value, _WITH_ATTRIBUTES):
+            self._note_attributes(name, value, vars(value), is_part)
+        else:
+            self.found.setdefault(name, {})["inside"] = self._inside(value)
+
+    def _look_into_code(self, name: str, value: Any) -> None:
+        """What functions name, and the variables of classes and files, where they are the program's
+        own."""
+        if isinstance(value, functools.partial) or _is_of_program(value):
+            if isinstance(value, _FUNCTIONS):
+                self._follow(value, f"{name}.__self__")
+                return
+            self._note_attributes(value.__name__, value, _variables_of(value))
+            inner = [*vars(value).values(), *getattr(value, "__bases__", ())]
+            for part in inner:
+                part = getattr(part, "__func__", getattr(part, "fget", part))
+                if isinstance(part, (types.FunctionType, type)):
+                    self._queue.append((part.__name__, part, False))
+
+    def _inside(self, value: Any) -> Any:
+        """Of what is looked at without its parts."""
         if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-            return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else None
+            return value.tobytes() if value.nbytes <= _ARRAY_BYTES else None
         if isinstance(value, types.GeneratorType):
             frame = value.gi_frame
             return None if frame is None else [id(local) for local in frame.f_locals.values()]
         if isinstance(value, AnyIterator):
             if hasattr(value, "__dict__"):
-                return self._of_entries(vars(value).values())
+                return [self._mark(part) for part in vars(value).values()]
             return repr(value), operator.length_hint(value)
-        if isinstance(value, (list, tuple, dict, set, collections.deque)):
-            entries = value.values() if isinstance(value, dict) else value
-            return id(value), len(value), self._of_entries(entries)
-        state = _state_of(value)
-        return id(value) if state is None else state
-
-    def _of_module(self, module: torch.nn.Module) -> Any:
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        return self._of_entries([*tensors, *(vars(module)[name] for name in names_of(module))])
-
-    def _of_entries(self, entries: Iterable[Any]) -> List[Any]:
-        return [self._of_entry(part) for part in itertools.islice(entries, _MOST_ENTRIES)]
-
-    def _of_entry(self, value: Any) -> Any:
-        if type(value) in ATOMS:
-            return repr(value)
-        if id(value) in self._known or not isinstance(value, (torch.Tensor, list, dict, set)):
-            return id(value)
-        if not isinstance(value, torch.Tensor):
-            return id(value), len(value)
-        return id(value), 0 if value.is_inference() else value._version
-
-    def _gradients_of(self, value: Any) -> Any:
-        """Of a tensor, of those in a list, or of a module."""
-        parts: Iterable[Any] = value if isinstance(value, (list, tuple)) else [value]
-        parts = value.parameters() if isinstance(value, torch.nn.Module) else parts
-        leaves = [p for p in parts if isinstance(p, torch.Tensor) and p.is_leaf]
-        gradients = [p.grad for p in leaves if p.grad is not None and id(p) not in self._apart]
-        return [(id(gradient), gradient._version) for gradient in gradients]
+        return None
 
 
-def _is_in(value: Any, values: Sequence[Any]) -> bool:
-    return any(value is each for each in values)
+def _is_lost(name: str, before: _Marks, now: _Marks) -> bool:
+    """Whether something that was there is another or gone, or a number or text is new in a
+    container. A cache that was filled is none of these: the samples that run again find it."""
+    if name not in before.found:
+        return False
+    then, marks = before.found[name], now.found.get(name, {})
+    was = {key: mark for key, mark in then.items() if mark != _NOTHING and not _is_length(key)}
+    return any(marks.get(key) != mark for key, mark in was.items()) or any(
+        mark[0] == "" and not _is_length(key) for key, mark in marks.items() if key not in then
+    )
+
+
+def _is_length(key: Any) -> bool:
+    return isinstance(key, tuple) and key[1] == "length"
 
 
 class Told:
     """A guard that puts nothing back. `functions` gives those that run in a micro-batch, `known`
-    the ids of what is put back, and `name` what users call the function."""
+    the ids of what is put back, `name` what users call the function, and `modules` the model's."""
 
     def __init__(
         self,
@@ -171,40 +285,94 @@ class Told:
         known: Callable[[], Set[int]],
         name: Callable[[], str],
         advice: str = _ADVICE,
+        modules: Callable[[], Sequence[torch.nn.Module]] = tuple,
     ):
         self._functions, self._known, self._name, self._advice = functions, known, name, advice
+        self._modules = modules
         self.apart: Sequence[Sequence[torch.Tensor]] = ()  # whose gradients are kept apart
         self._is_due = self._is_done = False
-        self._before: Optional[Dict[str, Any]] = None
+        self._left = _LOOKS + 1  # steps in which attempts are looked at before an OOM, and this one
+        self._attempts_left = _MOST_ATTEMPTS
+        self._ids: Set[int] = set()  # of what is known, in an attempt
+        self._before: Optional[_Marks] = None  # an attempt
+        self._last: Optional[_Marks] = None  # that was looked at before an OOM
+        self._found: List[str] = []  # names of what attempts that failed have changed
+        self._moved: Set[str] = set()  # and of what has changed within the one that runs
+        self._hook: Any = None
 
     def begin(self) -> None:
         """Another batch: what failed before it does not run again."""
-        self._is_due, self._before = False, None
+        self._end()
+        self._is_due, self._found = False, []
+        self._left -= self._left > 0
+
+    def _end(self) -> None:
+        """Of an attempt."""
+        if self._hook:
+            self._hook.remove()
+        self._before = self._hook = None
 
     def save(self, point: int) -> None:
-        if self._is_due and point == GuardPoint.ATTEMPT:
-            self._before = self._marks()
+        if point != GuardPoint.ATTEMPT or self._is_done:
+            return
+        if self._is_due:
+            self._look()
+            self._watch()
+        elif self._left and self._attempts_left:
+            self._attempts_left -= 1
+            self._look()
+            self._last = self._before
 
     def restore(self, point: int) -> None:
-        self._is_due, self._before = not self._is_done, None
+        if self._before and not self._is_done:
+            before, now = self._before, self._marks()
+            self._found += [name for name in _changed(before, now) if _is_lost(name, before, now)]
+        self._end()
+        self._is_due = not self._is_done
 
     def succeeded(self) -> None:
         """An attempt has: warn of what it changed, if it ran after one that failed."""
-        before = self._before
-        self.begin()
-        if before is None:
+        if not (self._is_due and self._before):
+            self._end()
             return
-        now = self._marks()
-        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        before, now, found = self._before, self._marks(), self._found
+        changed = _changed(before, now)
+        if self._last:
+            back = self._moved.difference(changed)
+            changed += [name for name in _changed(self._last, before) if name in back]
+        self.begin()
+        self._last = now
         of_gradients = [_GRADIENTS + name for name in changed]  # which that says already
-        names = [name for name in changed if name not in of_gradients]
+        names = [name for name in dict.fromkeys(found + changed) if name not in of_gradients]
+        names = [name for name in names if not _is_within(name, names)]
         if names:
-            self._is_done = True
+            self._is_done, self._last = True, None
             self._warn(names)
 
-    def _marks(self) -> Dict[str, Any]:
+    def _look(self) -> None:
+        self._ids = self._known()
+        self._before = self._marks()
+
+    def _marks(self) -> _Marks:
         apart = {id(p) for tensors in self.apart for p in tensors}
-        return _Marks(self._functions(), self._known(), apart).found
+        return _Marks(self._functions(), self._modules(), self._ids, apart)
+
+    def _watch(self) -> None:
+        """Look within the attempt too, before modules run."""
+        modules = self._modules()
+        self._moved, gap = set(), 1 + len(modules) // _LOOKS_WITHIN
+        if any(map(is_compiled, modules)) or (self._before and self._before.has_compiled):
+            return
+        calls = itertools.count()
+
+        def look(_module: Any, _inputs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            call = next(calls)
+            if call % gap == 0 and call < gap * _LOOKS_WITHIN and self._before:
+                self._moved.update(_changed(self._before, self._marks()))
+
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
     def _warn(self, names: List[str]) -> None:
         more = f" and {len(names) - 3} others" if len(names) > 3 else ""
@@ -214,3 +382,16 @@ class Told:
             RuntimeWarning,
             stacklevel=user_stacklevel(),
         )
+
+
+def _changed(before: _Marks, now: _Marks) -> List[str]:
+    """The names of what is another."""
+    each = {**before.found, **now.found}
+    if not (before.is_whole and now.is_whole):  # some is in one of them alone
+        each = {name: marks for name, marks in before.found.items() if name in now.found}
+    return [name for name in each if before.found.get(name) != now.found.get(name)]
+
+
+def _is_within(name: str, names: Iterable[str]) -> bool:
+    """Whether it is the name of a part of another one."""
+    return any(name != each and name.startswith((f"{each}.", f"{each}[")) for each in names)

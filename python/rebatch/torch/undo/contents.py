@@ -54,7 +54,10 @@ def attributes_of(value: Any) -> Dict[str, Any]:
     """Those of an object of the program: a copy."""
     found = {**getattr(value, "__dict__", {})}
     for name, member in _slots_of(cast(Any, type(value))).items():
-        found[name] = member.__get__(value) if hasattr(value, name) else MISSING
+        try:
+            found[name] = member.__get__(value)
+        except AttributeError:
+            found[name] = MISSING
     return found
 
 
@@ -68,7 +71,7 @@ def _put_back_attributes(value: Any, attributes: Dict[str, Any]) -> None:
     for name, member in slots.items():
         if attributes[name] is not MISSING:
             member.__set__(value, attributes[name])
-        elif hasattr(value, name):
+        elif attributes_of(value)[name] is not MISSING:
             member.__delete__(value)
 
 
@@ -110,9 +113,9 @@ def hold_same(value: Any, a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-def entries_of(copy: Any) -> Iterator[Tuple[Any, Any]]:
-    """(key, entry) of what contents_of() has returned."""
-    return iter(copy.items()) if isinstance(copy, Mapping) else enumerate(copy)
+def entries_of(container: Any) -> Iterator[Tuple[Any, Any]]:
+    """(key, entry) of a container, or of what contents_of() has returned."""
+    return iter(container.items()) if isinstance(container, Mapping) else enumerate(container)
 
 
 def parts_of(copy: Any) -> Iterable[Any]:

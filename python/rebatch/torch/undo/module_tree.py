@@ -215,6 +215,10 @@ class Held:
                 if held.get(name, MISSING) is not now.get(name, MISSING):
                     yield Place(f"{names[key]}{name}", live, name)
 
+    def ids(self) -> Set[int]:
+        """Of containers and objects, at any depth, and of generators."""
+        return set(self._contents)
+
     @property
     def has_large(self) -> bool:
         return bool(self._large)
@@ -255,6 +259,10 @@ class Held:
         ]
         self._attributes, self._large = held, []
         self._values = [mine[id(attributes)][1][name] for _, attributes, name in held]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def names_of(holder: Any) -> List[str]:

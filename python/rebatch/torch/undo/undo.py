@@ -34,7 +34,7 @@ from rebatch.torch.undo.copies import (
     sums_of,
 )
 from rebatch.torch.undo.contents import MISSING, MOST_ENTRIES, Contents, put_back_contents, walk
-from rebatch.torch.undo.module_tree import Held, Place, Tree, unique
+from rebatch.torch.undo.module_tree import Held, Place, Tree, is_compiled, unique
 
 # Steps of each mode, training or evaluation, in which everything is looked at.
 _LOOKS = 3
@@ -144,7 +144,7 @@ class _Watch:
         self._tensors: List[torch.Tensor] = []
         self._sums: List[Optional[torch.Tensor]] = []
         self._handles: List[Any] = []
-        if any(_is_compiled(module) for module in modules):
+        if any(is_compiled(module) for module in modules):
             return
         for module in modules:
             if any(p is not None for p in module._parameters.values()):
@@ -170,10 +170,6 @@ class _Watch:
         """Nothing is looked at from now on."""
         for handle in self._handles:
             handle.remove()
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _has_hook(tensor: torch.Tensor) -> bool:
@@ -323,11 +319,12 @@ class Undo:
 
     def handled(self) -> Set[int]:
         """The ids of what is put back, or named, here."""
-        found = [*self.tree.modules, *self.tree.take().tensors, *(part for _, part in self.state)]
+        held = self.tree.take()
+        found = [*self.tree.modules, *held.tensors, *(part for _, part in self.state)]
         found += [b for table in self.tree.buffers for b in table.values()]
         found += [tensor for _, tensor in batch_tensors(self._given)]
         found += [p for part in self._objects for p in _parameters_of(part)]
-        return {id(part) for part in found}
+        return {id(part) for part in found} | held.ids()
 
     def carried(self, count: int) -> List[str]:
         """The names of what attempts leave in modules that has a tensor with a dimension of this
