@@ -46,7 +46,8 @@ struct rbi_injection {
     bool has_failed;        /* the last callback */
 
     /* the request that failed on purpose */
-    bool is_done, was_done; /* in this run, or in the one before */
+    bool is_done;
+    unsigned runs_since; /* it was done; 0: none was */
     struct rbi_place injected;
     uint64_t injected_bytes;
     uint64_t ooms_at_injection;

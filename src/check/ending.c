@@ -12,6 +12,9 @@
 static const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 #define SIGNALS (sizeof signals / sizeof *signals)
 
+/* Host memory that a request has lost may be used as late as that. */
+#define EARLIER_RUNS 2
+
 /* The check that runs, in the process that began it. */
 static const struct rbi_check *watched;
 static pid_t process;
@@ -67,11 +70,12 @@ static void say(const char *how, const void *address)
     } else {
         rbi_text_add(&t, "the check");
     }
-    if (injection->is_done || injection->was_done) {
+    const bool was_done = injection->runs_since && injection->runs_since <= EARLIER_RUNS;
+    if (injection->is_done || was_done) {
         rbi_text_add(&t, ", after ");
         rbi_place_add(&t, &injection->injected, injection->injected_bytes);
         rbi_text_add(&t, " had failed on purpose%s",
-                     injection->is_done ? "" : " in the run before");
+                     injection->is_done ? "" : " in an earlier run");
     }
     if (address)
         add_block(&t, address);

@@ -147,7 +147,10 @@ void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at)
     injection->requests = 0;
     injection->fails_at = fails_at;
     injection->has_failed = false;
-    injection->was_done = injection->is_done;
+    if (injection->is_done)
+        injection->runs_since = 1;
+    else if (injection->runs_since)
+        injection->runs_since++;
     injection->is_done = false;
     injection->was_swallowed = false;
     injection->done.count = 0;

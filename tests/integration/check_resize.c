@@ -1,5 +1,10 @@
 /* Owns the tests of checks of a step with buffers that resize makes.
  * Must not know more of the library than its public headers say. */
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "check_common.h"
 #include "rig.h"
 
@@ -217,4 +222,38 @@ Test(check_resize, host_memory_that_a_failed_resize_loses_is_found)
         rebatch_close(n.run.rb);
         rebatch_device_close(n.device);
     }
+}
+
+/* ---- a resize that ends the program ---- */
+
+/* As glibc does where it finds that an address was freed. */
+static rebatch_status resize_or_abort(size_t count, void *user)
+{
+    const struct network *n = user;
+    const rebatch_status status = resize_network(count, user);
+    if (n->is_broken)
+        abort();
+    return status;
+}
+
+static void check_and_abort(void *user)
+{
+    static struct network n = {.host = WORKS_ON_COPIES};
+    rebatch_step_ops ops = check_step_ops(clear_network, train_network);
+    (void)user;
+    (void)signal(SIGABRT, SIG_DFL); /* the test's own handler */
+    ops.resize = resize_or_abort;
+    open_on_host(&n.device, &n.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+    OK(rebatch_watch(n.run.rb, "gradient", &n.gradient, sizeof n.gradient, REBATCH_GUARD_HOST,
+                     REBATCH_F64));
+    (void)!rebatch_check(n.run.rb, &ops, BATCH, &n, NULL, NULL);
+}
+
+Test(check_resize, where_it_ends_the_program_the_request_is_named)
+{
+    char text[4096];
+    const int status = output_of(check_and_abort, NULL, STDERR_FILENO, text, sizeof text);
+    cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "%d: %s", status, text);
+    HAS(text, "the program ended by signal 6 (Aborted) in resize, after allocation 1 (96.0 KiB) of "
+              "resize had failed on purpose in an earlier run");
 }
