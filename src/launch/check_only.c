@@ -11,6 +11,30 @@ static void ignore(const rebatch_event *event, void *user)
     (void)user;
 }
 
+static void note_undeclared(const rebatch_event *event, void *user)
+{
+    *(bool *)user |= event->kind == REBATCH_EVENT_UNDECLARED;
+}
+
+/* A check runs optimizer_step in copies of the process, which have no GPU. As the program ends, it
+ * may run here, once. */
+static void run_update(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch, void *user,
+                       rebatch_check_report *report)
+{
+    bool is_undeclared = false;
+    run->settings.check = false;
+    rbi_event_redirect(run->rb, note_undeclared, &is_undeclared);
+    const rebatch_status status = rebatch_step(run->rb, ops, batch, user, NULL);
+    if (status || !is_undeclared || report->finding_count == REBATCH_CHECK_FINDINGS)
+        return;
+    rebatch_finding *const finding = &report->findings[report->finding_count++];
+    struct rbi_text t = {finding->text, sizeof finding->text, 0};
+    finding->kind = REBATCH_FINDING_UNWATCHED;
+    rbi_text_add(&t, "optimizer_step never calls rebatch_mutating(), which "
+                     "REBATCH_DECLARES_MUTATION promises: call it before the first change, unless "
+                     "it changes nothing");
+}
+
 _Noreturn void rbi_only_check(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
                               void *user)
 {
@@ -18,6 +42,8 @@ _Noreturn void rbi_only_check(struct rbi_run *run, const rebatch_step_ops *ops, 
     static char text[32 * 1024], complaint[1024];
     rbi_event_redirect(run->rb, ignore, NULL);
     const rebatch_status status = rebatch_check(run->rb, ops, batch, user, NULL, &report);
+    if (status == REBATCH_OK && report.updates == 0)
+        run_update(run, ops, batch, user, &report);
     struct rbi_text c = {complaint, sizeof complaint, 0};
     if (status == REBATCH_OK || report.mistakes)
         (void)rebatch_check_format(text, sizeof text, &report);

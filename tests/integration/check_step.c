@@ -331,3 +331,38 @@ Test(check_step, a_program_is_checked_as_it_is_and_ends)
     cr_assert(strncmp(text, "not_repeatable  \"gradient\"", 26) == 0, "%s", text);
     HAS(text, "1 mistake: ");
 }
+
+static rebatch_status update_in_silence(void *user)
+{
+    struct trainer *t = user;
+    t->running = 0;
+    return REBATCH_OK;
+}
+
+/* With a stream, as with a GPU, optimizer_step cannot run in copies of the process. */
+static void train_with_stream_under_check(void *user)
+{
+    rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    struct trainer t;
+    rebatch_stream stream;
+    const bool declares = *(const bool *)user;
+    (void)setenv("REBATCH_CHECK", "1", 1);
+    if (!declares)
+        ops.optimizer_step = update_in_silence;
+    trainer_open(&t, NONE, NULL);
+    OK(rebatch_stream_create(&stream, t.device));
+    _exit(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL) ? 98 : 99);
+}
+
+Test(check_step, an_update_that_never_declares_is_told_where_no_copy_can_run)
+{
+    for (int declares = 0; declares < 2; declares++) {
+        char text[8192];
+        bool is_declared = declares;
+        const int status = output_of(train_with_stream_under_check, &is_declared, STDOUT_FILENO,
+                                     text, sizeof text);
+        cr_expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s", text);
+        cr_expect_eq(strstr(text, "optimizer_step never calls rebatch_mutating()") != NULL,
+                     !declares, "%s", text);
+    }
+}
