@@ -1,5 +1,7 @@
 """What loss_fn returns beside the loss: each sample is counted once, whatever happens."""
 
+import collections
+
 import pytest
 import torch
 
@@ -126,6 +128,8 @@ def test_outputs_stay_when_the_program_writes_over_what_they_were_made_of():
         (lambda p, y: {"acc": p.sum()}, "rebatch.Sum(value), which is summed"),
         (lambda p, y: {"acc": p.mean()}, "rebatch.Mean(value), which is averaged over the samples"),
         (lambda p, y: {"what": object()}, "'what' that loss_fn returned is a object"),
+        (lambda p, y: (p, object()), "entry 1 of the value beside the loss that loss_fn returned"),
+        (lambda p, y: (p,) * len(y), "is a tuple of 5 for one micro-batch and of 1 for another"),
         (lambda p, y: {str(len(y)): p} if len(y) == 1 else {}, "for another: expected the same"),
     ),
 )
@@ -210,6 +214,26 @@ def test_with_batch_dim_results_are_joined_where_their_samples_are(micro):
     assert torch.allclose(step.outputs["by time"], out.mean(2), atol=1e-6)
     step.evaluate(x)
     assert torch.allclose(step.evaluation_outputs["hidden"], hidden, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro", (8, 3))
+def test_a_state_that_is_carried_comes_back_as_the_model_returned_it(micro):
+    torch.manual_seed(0)
+    lstm, x = torch.nn.LSTM(3, 5, num_layers=2), torch.randn(7, 8, 3)
+    Both = collections.namedtuple("Both", "state loss")
+
+    def loss_fn(model, part):
+        out, hidden = model(part)
+        loss = out.square().mean()
+        return loss, Both(hidden, rebatch.Mean(loss))
+
+    optimizer = torch.optim.SGD(lstm.parameters(), 0.0)
+    step = rebatch.Step(lstm, optimizer, loss_fn, batch_dim=1, micro_start=micro)
+    loss, (_, expected) = step(x), lstm(x)
+    assert type(step.outputs) is Both and torch.isclose(step.outputs.loss, loss)
+    assert len(step.outputs.state) == 2
+    for found, state in zip(step.outputs.state, expected):
+        assert torch.allclose(found, state, atol=1e-6)
 
 
 def test_a_result_without_the_samples_of_batch_dim_is_said_in_the_first_step():

@@ -56,7 +56,7 @@ class Step:
         loss_fn: loss_fn(model, samples) -> the mean loss over the samples, a scalar; or a tuple of
             it and what you want to see of the samples, which `outputs` then has for the whole
             batch: a tensor or a list with an entry for each sample, Mean(value), Sum(value), or a
-            dict of such
+            dict or tuple of such
         normalizer: normalizer(batch) -> what the sum of the losses is divided by, for example the
             tokens of the whole batch that bear a loss. loss_fn then returns a sum
         scaler: a torch.amp.GradScaler

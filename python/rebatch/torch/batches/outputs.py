@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+from typing import Any, Iterable, List, Tuple
 
 import torch
 
@@ -64,6 +64,8 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
         return kept_tensor(value)
     if isinstance(value, dict):
         return {key: kept(part, repr(key)) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return _like(value, (kept(part, f"entry {i} of {name}") for i, part in enumerate(value)))
     if isinstance(value, list):
         return list(value)
     what = (
@@ -74,8 +76,13 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
     raise ValueError(
         f"rebatch: {name} that loss_fn returned is {what}: expected a tensor or list with the "
         "samples in its first dimension, which are joined, rebatch.Mean(value), which is averaged "
-        "over the samples, rebatch.Sum(value), which is summed, or a dict of such"
+        "over the samples, rebatch.Sum(value), which is summed, or a dict or tuple of such"
     )
+
+
+def _like(value: Any, members: Iterable[Any]) -> Any:
+    """A tuple of its type."""
+    return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
 
 
 def kept_tensor(value: Any) -> Any:
@@ -89,6 +96,12 @@ def _check_alike(values: List[Any], name: str) -> None:
         raise ValueError(
             f"rebatch: {name} that loss_fn returned is a {first} for one micro-batch and a "
             f"{second} for another: expected the same for all"
+        )
+    lengths = list(dict.fromkeys(len(v) for v in values if isinstance(v, tuple)))
+    if len(lengths) > 1:
+        raise ValueError(
+            f"rebatch: {name} that loss_fn returned is a tuple of {lengths[0]} for one micro-batch "
+            f"and of {lengths[1]} for another: expected the same for all"
         )
     keys = list(dict.fromkeys(tuple(v) for v in values if isinstance(v, dict)))
     if len(keys) > 1:
@@ -135,6 +148,9 @@ def joined(
     first = values[0]
     if isinstance(first, dict):
         return {key: joined([v[key] for v in values], counts, dim, repr(key)) for key in first}
+    if isinstance(first, tuple):
+        names = (f"entry {i} of {name}" for i in range(len(first)))
+        return _like(first, (joined(list(v), counts, dim, n) for v, n in zip(zip(*values), names)))
     if isinstance(first, Mean):
         return _mean([value.value for value in values], counts)
     if isinstance(first, Sum):

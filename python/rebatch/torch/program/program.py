@@ -212,7 +212,8 @@ class Running:
             )
             raise ValueError(
                 f"rebatch: loss_fn returned {what}: expected a scalar tensor, the "
-                f"{'sum' if self.program.normalizer else 'mean'} over the samples"
+                f"{'sum' if self.program.normalizer else 'mean'} over the samples, as its result "
+                "or as the first of two"
             )
         if not loss.requires_grad:
             raise ValueError(
