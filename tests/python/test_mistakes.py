@@ -478,24 +478,52 @@ def test_an_error_in_a_part_says_how_the_batch_was_cut(loss_fn, make_batch, expe
     assert re.search(expected, caught.value.__notes__[0])
 
 
+def of_five_steps(model, samples):
+    assert len(samples[0]) == 5
+    return model(torch.stack(samples)).square().mean()
+
+
+def of_two_views(model, samples):
+    first, second = samples
+    return (model(first) - model(second)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_fn, batch, samples, expected",
+    (
+        (of_five_steps, [torch.randn(5, 8) for _ in range(4)], 4, "length=len for samples"),
+        (of_two_views, [torch.randn(4, 8, 8) for _ in range(2)], 4, "a tuple for fields"),
+        (of_two_views, [torch.randn(3, 6, 8) for _ in range(2)], 3, "a tuple for fields"),
+    ),
+)
+def test_lists_that_fail_in_a_part_are_cut_otherwise(loss_fn, batch, samples, expected):
+    model = torch.nn.Linear(8, 1)
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")
+    whole = loss_fn(model, batch).detach()
+    with pytest.warns(RuntimeWarning, match=f"whose lists are cut otherwise .* {expected}") as told:
+        with fail_once(model):
+            loss = step(batch)
+        step(batch)
+    assert torch.isclose(loss, whole)
+    assert step.report.samples == samples and step.report.microbatches > 1
+    assert [w.filename for w in told] == [__file__]
+
+
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
 def test_an_error_in_a_part_of_lists_says_what_to_write():
     model = torch.nn.Linear(8, 1)
 
-    def stacked(model, samples):
-        assert len(samples[0]) == 5  # a sequence of five steps
+    def whole(model, samples):
+        assert (len(samples), len(samples[0])) == (4, 5)
         return model(torch.stack(samples)).square().mean()
 
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batch = [torch.randn(5, 8) for _ in range(4)]
-    with pytest.raises(AssertionError) as caught:
-        rebatch.Step(model, optimizer, stacked, micro_start=2)(batch)
-    assert "the entries" not in caught.value.__notes__[0]
-    assert "length=len if each entry of the list is a sample" in caught.value.__notes__[0]
-    by_slice = {"slice": lambda batch, first, count: batch[first : first + count], "length": len}
-    step = rebatch.Step(model, optimizer, stacked, micro_start=2, **by_slice)
-    step(batch)
-    assert step.report.samples == 4
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), whole, micro_start=2)
+    for _ in range(2):
+        with pytest.raises(AssertionError) as caught:
+            step([torch.randn(5, 8) for _ in range(4)])
+        (note,) = caught.value.__notes__
+        assert "dimension 0 of batch[0], of shape (5, 8)" in note
+        assert "length=len if each entry of the list is a sample" in note
 
 
 def test_an_error_in_the_whole_batch_is_pytorchs_alone():

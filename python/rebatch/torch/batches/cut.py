@@ -259,19 +259,20 @@ class Cut:
                 raise TypeError(f"rebatch: {name} is {function!r}: expected a function")
         self.dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
         self.within: Optional[Cut] = None  # which `slice` cuts by
-        self._reading = _FIELD  # of the batch whose length was asked for last
-        self._has_samples = False  # a batch before had lists with one tensor a sample,
-        self._has_fields = False  # or with a field in each entry
+        self.reading = _FIELD  # of the batch whose length was asked for last
+        self._usual = ""  # where lists may be read in several ways, by those of the batches before
+        self._possible: List[str] = []  # readings of the batch, where its lists have several
 
     def length(self, batch: Any) -> int:
         """The number of samples.
 
         Raises ValueError when there is no tensor, when tensors disagree, or when a list may have
         either fields or samples."""
+        self._possible = []
         if self._length:
             return self._length(batch)
         if _is_plain(batch) and not self.dim:
-            self._reading = _FIELD
+            self.reading = _FIELD
             lengths: Set[int] = {tensor.size(0) for tensor in batch}
             if len(lengths) == 1 and 0 not in lengths:
                 return lengths.pop()
@@ -283,8 +284,8 @@ class Cut:
                 f"{self._otherwise}"
             )
         agreeing = [r for r in counts if len({n for _, n in counts[r]}) == 1]
-        self._reading = self._choose(batch, agreeing, counts)
-        found = counts[self._reading]
+        self.reading = self._choose(batch, agreeing, counts)
+        found = counts[self.reading]
         _check_counts(found, self._otherwise)
         return found[0][1]
 
@@ -304,14 +305,20 @@ class Cut:
         of_samples = [r for r in agreeing if r != _FIELD and _lists_of(batch, r)]
         if not of_samples:
             return agreeing[0]
-        reading = of_samples[0]
+        self._possible = [r for r in agreeing if r == _FIELD or r in of_samples]
+        if agreeing[0] != _FIELD:
+            self._usual = of_samples[0]
+        elif self._usual not in agreeing:
+            self._usual = self._guessed(batch, of_samples[0], counts)
+        return self._usual
+
+    def _guessed(self, batch: Any, reading: str, counts: Dict[str, List[Tuple[str, int]]]) -> str:
+        """Whether lists that may have fields have samples."""
         lists = _lists_of(batch, reading)
         # Beside images, or labels, a dict a sample has as many boxes as others by chance.
-        are_seen = any(map(_are_images, lists)) or (
+        if any(map(_are_images, lists)) or (
             len(counts[reading]) > 1 and any(isinstance(values[0], Mapping) for values in lists)
-        )
-        if agreeing[0] != _FIELD or self._has_samples or (are_seen and not self._has_fields):
-            self._has_samples = True
+        ):
             return reading
         longest = max(map(len, lists))
         if longest > _FIELDS:
@@ -320,8 +327,16 @@ class Cut:
                 "which may be fields of the batch or samples: expected a tuple for fields, or "
                 f"{_ONE_A_SAMPLE} for samples"
             )
-        self._has_fields = True
         return _FIELD
+
+    def other_readings(self) -> List[str]:
+        """How the lists of the batch whose length was asked for last may be read instead."""
+        return [reading for reading in self._possible if reading != self.reading]
+
+    def read_as(self, reading: str) -> str:
+        """From now on, where lists may be read in several ways. Returns what is to be written."""
+        self._usual = reading
+        return "a tuple for fields" if reading == _FIELD else f"{_ONE_A_SAMPLE} for samples"
 
     def part(self, batch: Any, first: int, count: int, length: int) -> Any:
         """Samples [first, first + count) of a batch of `length` samples, of the same type. Tensors
@@ -349,15 +364,15 @@ class Cut:
             f"dimension {min(self.dim, part.ndim - 1)} of {name}, of shape {tuple(part.shape)}"
             if _is_tensor(part)
             else f"the entries of {name}"
-            for name, part in _with_samples(batch, "batch", self._reading)
+            for name, part in _with_samples(batch, "batch", self.reading)
         ]
         graph = next((name for name, tensor in batch_tensors(batch) if tensor.grad_fn), "")
         what = "a batch without what has no samples, such as a mask, or `batch_dim` or `slice`"
         if graph:
             what = f"{graph} without its graph, which the first backward pass frees (detach())"
-        elif self._reading == _FIELD and any(True for _ in _lists(batch)):
+        elif self.reading == _FIELD and any(True for _ in _lists(batch)):
             what = f"{_ONE_A_SAMPLE} if each entry of the list is a sample"
-        elif self._reading != _FIELD:
+        elif self.reading != _FIELD:
             what = "a tuple if each entry of the list is a field"
         more = f", and {len(places) - 4} more" if len(places) > 4 else ""
         return f"in {', '.join(places[:4])}{more}: expected {what}"
@@ -375,7 +390,7 @@ class Cut:
     def _taken(self, batch: Any, spans: List[slice], length: int) -> Any:
         take = Taking(spans, self.dim)
         try:
-            return self._part(batch, take, length, self._reading)
+            return self._part(batch, take, length, self.reading)
         except Exception as error:
             if is_oom(error):
                 raise

@@ -47,6 +47,7 @@ class Callbacks:
         self.rungs = Rungs(running.program.lighten, running.undo)
         self.outputs: Any = None  # what loss_fn returned beside the loss, joined or summed
         self.is_applied = False  # the update of this batch
+        self.failed_in_part = False  # loss_fn, for some of its samples, and not for memory
         self._running, self._ranks = running, ranks
         self._session: Optional[Session] = None
         self._own_accumulators = Accumulators()  # of a rank that trains alone
@@ -119,6 +120,7 @@ class Callbacks:
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """A batch runs from now on: it is checked, and what it may change is looked for."""
         running = self._running
+        self.failed_in_part = False
         if self._update.applied:
             self._update.look_at_applied()
         once_more("length", running.begin, batch)
@@ -348,6 +350,7 @@ class Callbacks:
                 "stays"
             )
         elif count < running.samples and not str(error).startswith("rebatch"):
+            self.failed_in_part = True
             note = (
                 f"rebatch: this is the micro-batch of samples {first}-{first + count - 1} of "
                 f"{running.samples}, which is cut {running.program.cut.described(running.batch)}"

@@ -168,7 +168,31 @@ class Training:
             check_if_asked(self, batch)
             probe_if_asked(self, batch)
             fit_if_asked(self, batch)
-        return self._run(batch)
+        try:
+            return self._run(batch)
+        except Exception as error:
+            if self.ranks or not self.callbacks.failed_in_part:
+                raise
+            return self._run_otherwise(batch, error)
+
+    def _run_otherwise(self, batch: Any, error: Exception) -> torch.Tensor:
+        """The lists of a batch may have been cut where they must not be: cut them elsewhere."""
+        cut, usual = self.program.cut, self.program.cut.reading
+        for reading in cut.other_readings():
+            expected = cut.read_as(reading)
+            try:
+                loss = self._run(batch)
+            except Exception:
+                continue
+            warnings.warn(
+                f"rebatch: step {self.report.step}: loss_fn failed for a part of the batch, whose "
+                f"lists are cut otherwise from now on: expected {expected}",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+            return loss
+        cut.read_as(usual)
+        raise error
 
     def _run(self, batch: Any) -> torch.Tensor:
         if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
