@@ -106,10 +106,9 @@ def test_lightning_warns_of_class_weights_and_not_of_a_mean():
     assert cut_warnings(lambda: fit(mean))[1] == []
 
 
-def test_lightning_compares_samples_that_lie_half_a_batch_apart():
+def test_lightning_compares_views_that_lie_half_a_batch_apart():
     (_, (text,)) = cut_warnings(lambda: fit(two_views))
-    first, second = re.search(r" of samples (\d+)-\d+ and (\d+)-", text).groups()
-    assert int(second) == int(first) + 8
+    assert "training_step depends on the cut" in text
 
 
 def test_lightnings_batch_ends_as_if_nothing_had_been_compared():

@@ -1,4 +1,4 @@
-"""The comparison of losses by itself when a batch is first cut: it warns of a loss that depends on
+"""The comparison of gradients by itself once a batch was cut: it warns of an update that depends on
 the cut, is silent for one that does not, and leaves the training as it was."""
 
 import copy
@@ -43,8 +43,8 @@ def summed(model, samples):
 
 def test_a_sum_is_named_with_both_losses_once():
     (text,) = warnings_of("mlp", summed)
-    assert text.startswith("rebatch: step 0: the loss of samples 0-3 and 8-11 is ")
-    whole, parts = (float(text.split(word)[1].split()[0]) for word in (" 8-11 is ", "batch and "))
+    assert text.startswith("rebatch: step 2: the loss of samples ")
+    whole, parts = (float(text.split(word)[1].split()[0]) for word in (" is ", "batch and "))
     assert whole == pytest.approx(2 * parts, rel=2e-3)
     assert "2 times as large" in text and "return the mean, or pass a normalizer" in text
 
@@ -53,21 +53,21 @@ def test_a_step_with_on_event_is_told_there():
     told = []
     assert warnings_of("mlp", summed, on_event=lambda *said: told.append(said)) == []
     ((text, event),) = [(t, e) for t, e in told if e.kind == EventKind.CUT]
-    assert text.startswith("rebatch: step 0: the loss of samples 0-3 and 8-11 is ")
-    assert (event.level, event.step, event.batch, event.micro_after) == (LogLevel.WARN, 0, 16, 8)
+    assert text.startswith("rebatch: step 2: the loss of samples ")
+    assert (event.level, event.step, event.batch, event.micro_after) == (LogLevel.WARN, 2, 16, 8)
     assert event.text.decode() == text
 
 
 def test_nothing_is_said_where_nothing_is_cut():
     model, batch, _ = make("mlp")
     step = rebatch.Step(model, sgd(model), summed)
-    assert warned(lambda: step(batch)) == []
+    assert warned(lambda: [step(batch) for _ in range(3)]) == []
 
 
 def test_one_allowed_size_is_no_cut_of_memory():
     model, batch, _ = make("mlp")
     step = rebatch.Step(model, sgd(model), summed, micro_allowed=[4])
-    assert warned(lambda: step(batch)) == []
+    assert warned(lambda: [step(batch) for _ in range(3)]) == []
 
 
 @pytest.mark.parametrize("where", ("forward", "backward"))
@@ -109,7 +109,7 @@ def test_batch_norm_is_named_with_its_module():
 def test_batch_norm_in_evaluation_mode_is_silent():
     model, batch, loss_fn = make("conv")
     step = rebatch.Step(model.eval(), sgd(model), fails_above(loss_fn, 8), log_level="quiet")
-    assert warned(lambda: step(batch)) == []
+    assert warned(lambda: [step(batch) for _ in range(5)]) == []
 
 
 def test_a_sum_beside_batch_norm_is_the_sum():
@@ -188,32 +188,49 @@ def test_dropout_that_is_no_module_is_the_same_for_each_sample():
     assert warnings_of("mlp", drops) == []
 
 
-@pytest.mark.parametrize("micro, compared", ((2, [4, 2, 2]), (4, [8, 4, 4]), (16, [8, 4, 4])))
-def test_few_samples_run_forward_twice_and_once_in_a_training(micro, compared):
-    """In one micro-batch, and in two: of 32 samples 8, and no more than two micro-batches have."""
+@pytest.mark.parametrize("micro", (2, 4, 16))
+def test_two_samples_run_beside_three_steps_after_the_first_that_was_cut(micro):
+    """In one micro-batch and in two, before micro-batches other than the first. Not in the step
+    that ran out of memory."""
     model, batch, its_loss = make("mlp", samples=32)
     lengths = Unseen()
-    counted = counting(its_loss, lengths)
-    limited = fails_above(counted, micro)
-
-    def loss_fn(model, samples):
-        return (limited if torch.is_grad_enabled() else counted)(model, samples)
-
-    step = rebatch.Step(model, sgd(model), loss_fn, growth=False, log_level="quiet")
+    limited = fails_above(counting(its_loss, lengths), micro)
+    step = rebatch.Step(model, sgd(model), limited, growth=False, log_level="quiet")
     assert warned(lambda: step(batch)) == [] and step.report.ooms
-    assert lengths[:] == [micro] * (32 // micro) + compared
+    plain = [micro] * (32 // micro)
+    assert lengths[:] == plain
+    for _ in range(3):
+        lengths.clear()
+        assert warned(lambda: step(batch)) == []
+        expected = [[n] for n in plain]
+        two = 2 if micro > 2 and _ else 1
+        for at, beside in zip(
+            (1, 2, 3), ([2 * two], [two], [two])
+        ):  # before the last one, all that are left
+            expected[min(at, len(expected) - 1)][-1:-1] = beside
+        assert lengths[:] == sum(expected, [])
     lengths.clear()
     assert warned(lambda: [step(batch) for _ in range(20)]) == []
-    assert lengths[:] == [micro] * (32 // micro) * 20
+    assert lengths[:] == plain * 20
 
 
-def test_of_a_large_batch_an_eighth_is_compared_and_at_most_16():
-    for samples, half in ((96, 6), (128, 8), (512, 8)):
-        model, batch, its_loss = make("mlp", samples=samples)
-        lengths = Unseen()
-        step = rebatch.Step(model, sgd(model), counting(its_loss, lengths), micro_start=32)
-        assert warned(lambda: step(batch)) == []
-        assert lengths[samples // 32 :] == [2 * half, half, half]
+def test_a_step_that_runs_out_of_memory_compares_no_further():
+    model, batch, its_loss = make("mlp", samples=32)
+    lengths, room = Unseen(), Unseen(8)
+
+    def loss_fn(model, samples):
+        lengths.append(len(samples[1]))
+        if len(samples[1]) > room[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if len(lengths) == 7:
+            room[0] = 4
+        return its_loss(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=8, growth=False, log_level="quiet")
+    for _ in range(2):
+        step(batch)
+    assert step.report.ooms == 1
+    assert lengths[4:] == [8, 2, 8, 1, 8, 4, 4, 4, 4]
 
 
 def test_the_training_goes_on_as_if_nothing_had_been_compared():
@@ -232,82 +249,124 @@ def test_the_training_goes_on_as_if_nothing_had_been_compared():
 
         step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
         step._training.callbacks.cuts.is_done = not compares
-        texts = warned(lambda: [step(batch) for _ in range(3)])
+        texts = warned(lambda: [step(batch) for _ in range(4)])
         assert bool(texts) is compares
         return state_of(model), copy.copy(counts), batch[0].clone(), torch.rand(3)
 
     plain, compared = run(False), run(True)
-    assert same_bits(plain[0], compared[0]) and plain[1] == compared[1] == [4] * 12
+    assert same_bits(plain[0], compared[0]) and plain[1] == compared[1] == [4] * 16
     assert torch.equal(plain[2], compared[2]) and torch.equal(plain[3], compared[3])
 
 
-def test_after_an_oom_in_a_comparison_fewer_samples_of_the_next_batch_are_compared():
+def test_after_an_oom_in_a_comparison_only_losses_are_compared():
     model, batch, _ = make("mlp")
     lengths = Unseen()
-    limited = counting(fails_above(summed, 4), lengths)
-    step = rebatch.Step(model, sgd(model), limited, micro_start=4, growth=False, log_level="quiet")
-    assert warned(lambda: step(batch)) == [] and lengths[:] == [4] * 4 + [8]
-    lengths.clear()
-    (text,) = warned(lambda: step(batch))
-    assert lengths[:] == [4] * 4 + [4, 2, 2] and "in micro-batches of 2" in text
+
+    def loss_fn(model, samples):
+        lengths.append(len(samples[1]))
+        if len(samples[1]) == 2 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return summed(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False, log_level="quiet")
+    assert warned(lambda: [step(batch) for _ in range(2)]) == []
+    assert lengths[:] == [4] * 5 + [2] + [4] * 3 and not step.report.ooms
+    (text,) = warned(lambda: [step(batch) for _ in range(2)])
+    assert "in micro-batches of 1" in text and "sums over its samples" in text
 
 
 def test_where_memory_runs_out_in_two_comparisons_there_is_no_third():
     model, batch, its_loss = make("mlp")
     lengths = Unseen()
-    limited = fails_above(its_loss, 4)
 
     def loss_fn(model, samples):
         lengths.append(len(samples[1]))
-        if not torch.is_grad_enabled():
+        if len(samples[1]) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return limited(model, samples)
-
-    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
-    assert warned(lambda: [step(batch) for _ in range(4)]) == []
-    assert lengths[:] == [4] * 4 + [8] + [4] * 4 + [4] + [4] * 8
-
-
-def test_where_the_samples_are_alike_those_of_the_next_batch_are_compared():
-    """Both halves have samples of one class only, so class weights make no difference."""
-    torch.manual_seed(0)
-    model, lengths = torch.nn.Linear(8, 2), Unseen()
-    counted = counting(class_weights, lengths)
-    step = rebatch.Step(model, sgd(model), counted, micro_start=8, growth=False)
-    alike = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
-    other = torch.randn(16, 8), torch.tensor([0] * 12 + [1, 0, 1, 0])
-    assert warned(lambda: step(alike)) == []
-    (text,) = warned(lambda: step(other))
-    assert text.startswith("rebatch: step 1: ") and "class weights" in text
-    assert len(lengths) == 2 * (2 + 3)
-
-
-def test_a_loss_that_is_no_number_tells_nothing():
-    model, batch, _ = make("mlp")
-    has_failed = Unseen(False)
-
-    def loss_fn(model, samples):
-        loss = summed(model, samples)
-        return loss * float("nan") if len(samples[1]) == 8 and not has_failed[0] else loss
-
-    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
-    assert warned(lambda: step(batch)) == []
-    has_failed[0] = True
-    (text,) = warned(lambda: step(batch))
-    assert text.startswith("rebatch: step 1: ") and "sums over its samples" in text
-
-
-def test_what_cannot_be_compared_is_said():
-    model, batch, its_loss = make("mlp")
-
-    def loss_fn(model, samples):
-        if len(samples[1]) == 8:
-            raise KeyError("eight samples")
         return its_loss(model, samples)
 
     step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
-    (text,) = warned(lambda: step(batch))
-    assert "could not be compared at two cuts (KeyError: 'eight samples')" in text
+    assert warned(lambda: [step(batch) for _ in range(5)]) == []
+    assert lengths[:].count(2) == 2 and lengths[:].count(4) == 20
+
+
+def test_where_the_samples_are_alike_those_of_the_next_batches_are_compared():
+    """All samples are of one class, so class weights make no difference."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    step = rebatch.Step(model, sgd(model), class_weights, micro_start=8, growth=False)
+    alike = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
+    other = torch.randn(16, 8), torch.tensor([0] * 12 + [1, 0, 1, 0])
+    assert warned(lambda: [step(alike) for _ in range(2)]) == []
+    (text,) = warned(lambda: [step(other) for _ in range(3)])
+    assert text.startswith("rebatch: step 4: ") and "class weights" in text
+
+
+def test_a_loss_that_is_no_number_at_each_cut_tells_nothing():
+    model, batch, its_loss = make("mlp")
+    nan = lambda model, samples: its_loss(model, samples) * float("nan")
+    step = rebatch.Step(model, sgd(model), nan, micro_start=4, growth=False)
+    assert warned(lambda: [step(batch) for _ in range(5)]) == []
+
+
+def labels_are_missing(model, samples):
+    return F.cross_entropy(model(samples[0]), samples[1], ignore_index=-100)
+
+
+def share_of_weights(model, samples):
+    """0 / 0 where no sample of a micro-batch has a weight."""
+    losses = F.cross_entropy(model(samples[0]), samples[1].clamp(min=0), reduction="none")
+    weights = (samples[1] >= 0).float()
+    return (losses * weights).sum() / weights.sum()
+
+
+def standardized(model, samples):
+    x = samples[0]
+    return F.cross_entropy(model((x - x.mean(0)) / x.std(0)), samples[1].clamp(min=0))
+
+
+@pytest.mark.parametrize("loss_fn", (labels_are_missing, share_of_weights, standardized))
+def test_a_loss_that_is_no_number_for_some_samples_alone_is_told(loss_fn):
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(8, 3)
+        step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
+
+        def run():
+            for _ in range(4):
+                labels = torch.randint(3, (16,))
+                labels[torch.rand(16) < 0.4] = -100
+                labels[::4] = 1  # in each micro-batch
+                step((torch.randn(16, 8), labels))
+
+        (text,) = warned(run)
+        assert "of some samples alone is no finite number" in text and "a normalizer" in text
+
+
+def test_what_cannot_be_compared_is_said():
+    """At the smallest size, and at the next one."""
+    model, batch, its_loss = make("mlp")
+
+    def loss_fn(model, samples):
+        if len(samples[1]) < 3:
+            raise KeyError("few samples")
+        return its_loss(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=8, growth=False)
+    (text,) = warned(lambda: [step(batch) for _ in range(4)])
+    assert text.startswith("rebatch: step 2: the gradients could not be compared at two cuts")
+    assert "(KeyError: 'few samples')" in text
+
+
+def test_one_sample_that_no_micro_batch_can_have_alone_is_no_mistake():
+    model, batch, its_loss = make("mlp")
+
+    def loss_fn(model, samples):
+        assert len(samples[1]) > 1
+        return its_loss(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=8, growth=False)
+    assert warned(lambda: [step(batch) for _ in range(6)]) == []
 
 
 # ---- a loss near 0 ----
@@ -341,22 +400,92 @@ def test_rounding_around_0_is_no_difference(scale):
 def test_of_a_loss_that_is_0_at_each_cut_the_gradients_are_compared():
     texts = warnings_near_0(lambda m, s: policy_gradient(m, s) * len(s[1]), micro_multiple_of=4)
     assert len(texts) == 20
-    assert all(": the norm of the gradients of samples 0-3 and 16-19 is " in t for t in texts)
+    assert all(": the gradient of the loss of samples " in text for text in texts)
     assert all("sums over its samples" in text for text in texts)
 
 
-def test_a_loss_that_tells_something_runs_no_backward_pass():
-    model, batch, its_loss = make("mlp")
-    backward = Unseen(0)
+# ---- gradients that depend on the cut, where losses do not ----
 
-    def counted(model, samples):
-        loss = its_loss(model, samples)
-        if loss.requires_grad:
-            loss.register_hook(lambda _: backward.__setitem__(0, backward[0] + 1))
-        return loss
 
-    step = rebatch.Step(model, sgd(model), counted, micro_start=4, growth=False)
-    assert warned(lambda: step(batch)) == [] and backward[0] == 4
+def hooked(hook):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    for p in model.parameters():
+        p.register_hook(hook)
+    return model
+
+
+class Unit(torch.autograd.Function):
+    """Normalizes the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (gradient.norm() + 1e-8)
+
+
+def classify(model, samples):
+    return F.cross_entropy(model(samples[0]), samples[1])
+
+
+def through_unit(model, samples):
+    return F.cross_entropy(model[2](Unit.apply(model[1](model[0](samples[0])))), samples[1])
+
+
+def by_frequency():
+    return torch.nn.Sequential(
+        torch.nn.Embedding(4, 6, scale_grad_by_freq=True), torch.nn.Linear(6, 4)
+    )
+
+
+def words(model, samples):
+    return F.cross_entropy(model(samples[1] // 2), samples[1])
+
+
+HIDDEN = {
+    "clamped": (lambda: hooked(lambda g: g.clamp(-0.005, 0.005)), classify),
+    "normalized": (lambda: hooked(lambda g: 0.1 * g / (g.norm() + 1e-8)), classify),
+    "noise": (lambda: hooked(lambda g: g + 0.01), classify),
+    "in the middle": (lambda: hooked(lambda g: g), through_unit),
+    "by frequency": (by_frequency, words),
+}
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16))
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_gradient_that_depends_on_the_cut_is_told(name, dtype):
+    make_model, loss_fn = HIDDEN[name]
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = make_model()
+        step = rebatch.Step(model, sgd(model), loss_fn, autocast=dtype, micro_start=4, growth=False)
+        batches = [(torch.randn(32, 6), torch.randint(4, (32,))) for _ in range(4)]
+        (text,) = warned(lambda: [step(batch) for batch in batches])
+        assert ": the gradient of the loss of samples " in text
+
+
+def token_mean(model, samples):
+    return F.cross_entropy(model(samples[0]).flatten(0, 1), samples[1].flatten(), ignore_index=0)
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "autocast", "model"))
+def test_a_mean_over_tokens_is_told(dtype):
+    """Near the initialization, where it changes the loss by less than 16 bits can show."""
+    options = {"autocast": torch.bfloat16} if dtype == "autocast" else {}
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(50, 32), torch.nn.Linear(32, 64), torch.nn.GELU(),
+            torch.nn.Linear(64, 50),
+        )  # fmt: skip
+        model.to(torch.bfloat16 if dtype == "model" else torch.float32)
+        tokens = torch.randint(1, 50, (32, 25))
+        tokens[torch.arange(25) > torch.randint(4, 25, (32, 1))] = 0
+        step = rebatch.Step(model, sgd(model), token_mean, micro_start=8, growth=False, **options)
+        batch = tokens[:, :-1], tokens[:, 1:]
+        assert len(warned(lambda: [step(batch) for _ in range(4)])) == 1
 
 
 # ---- which samples ----
@@ -377,8 +506,40 @@ def test_pairs_that_lie_half_a_batch_apart_are_seen(largest):
     model = torch.nn.Linear(6, 8)
     limited = fails_above(views_in_pairs, largest)
     step = rebatch.Step(model, sgd(model), limited, growth=False, log_level="quiet")
-    (text,) = warned(lambda: step((torch.randn(32, 6), torch.arange(16).repeat(2))))
-    assert "and 0 in micro-batches of 4" in text and "samples 0-3 and 16-19" in text
+    batch = torch.randn(32, 6), torch.arange(16).repeat(2)
+    (text,) = warned(lambda: [step(batch) for _ in range(4)])
+    assert "and -0 in micro-batches of 2" in text and "a loss over pairs of samples" in text
+
+
+def views_that_alternate(model, samples):
+    """The same, where sample 2 i and 2 i + 1 are a pair."""
+    order = torch.arange(len(samples[0])).view(-1, 2).t().flatten()
+    return views_in_pairs(model, (samples[0][order], samples[1][order]))
+
+
+def test_views_that_alternate_are_seen():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 8)
+    options = {"micro_multiple_of": 2, "micro_start": 8, "growth": False}
+    step = rebatch.Step(model, sgd(model), views_that_alternate, **options)
+    batch = torch.randn(32, 6), torch.arange(32) // 2
+    (text,) = warned(lambda: [step(batch) for _ in range(4)])
+    assert "a loss over pairs of samples" in text
+
+
+def ranked(model, samples):
+    """Of neighbours, the first is to be above the second; what is left over has no loss."""
+    scores = model(samples[0])[:, 0]
+    count = len(scores) // 2 * 2
+    return -F.logsigmoid(scores[0:count:2] - scores[1:count:2]).sum() / len(scores)
+
+
+def test_pairs_that_alternate_are_seen():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 1)
+    step = rebatch.Step(model, sgd(model), ranked, micro_start=4, growth=False)
+    (text,) = warned(lambda: [step((torch.randn(32, 6),)) for _ in range(4)])
+    assert "and 0 in micro-batches of 1" in text or "and -0 in micro" in text
 
 
 def test_images_of_other_sizes_and_their_targets_are_compared():
@@ -395,17 +556,18 @@ def test_images_of_other_sizes_and_their_targets_are_compared():
     images = [torch.randn(3, 6 + i, 8) for i in range(4)]
     targets = [{"boxes": torch.rand(count, 4)} for count in (1, 3, 0, 2)]
     step = rebatch.Step(model, sgd(model), over_boxes, micro_start=2, growth=False)
-    (text,) = warned(lambda: step((images, targets)))
-    assert "the loss of samples 0-3 is" in text and "so the update depends on how memory" in text
+    (text,) = warned(lambda: [step((images, targets)) for _ in range(4)])
+    assert "the loss of samples " in text and "so the update depends on how memory" in text
 
 
-def test_a_batch_that_slice_cuts_is_compared_at_its_beginning():
+def test_of_a_batch_that_slice_cuts_neighbours_are_compared():
     model, (x, y), _ = make("mlp")
     options = {"slice": lambda b, first, n: (b[0][first : first + n], b[1][first : first + n])}
     options["length"] = lambda batch: len(batch[1])
     step = rebatch.Step(model, sgd(model), summed, micro_start=4, growth=False, **options)
-    (text,) = warned(lambda: step((x, y)))
-    assert ": the loss of samples 0-7 is " in text and "sums over its samples" in text
+    (text,) = warned(lambda: [step((x, y)) for _ in range(3)])
+    first, second = map(int, text.split("the loss of samples ")[1].split(" is ")[0].split("-"))
+    assert second == first + 1 and "sums over its samples" in text
 
 
 # ---- what else there may be ----
@@ -416,7 +578,8 @@ def test_the_warning_is_at_the_line_of_the_user():
     step = rebatch.Step(model, sgd(model), summed, micro_start=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step(batch)
+        for _ in range(3):
+            step(batch)
     assert caught[0].filename == __file__
 
 
@@ -432,9 +595,9 @@ def test_attention_of_higher_order_is_compared():
             return (model(flex(x, x, x)) ** 2).mean()
 
     step = rebatch.Step(model, sgd(model), attend, micro_start=4, growth=False)
-    assert warned(lambda: step((torch.randn(16, 4, 16),))) == []
+    assert warned(lambda: [step((torch.randn(16, 4, 16),)) for _ in range(4)]) == []
     step = rebatch.Step(model, sgd(model), lambda m, s: attend(m, s) * len(s[0]), micro_start=4)
-    (text,) = warned(lambda: step((torch.randn(16, 4, 16),)))
+    (text,) = warned(lambda: [step((torch.randn(16, 4, 16),)) for _ in range(3)])
     assert "sums over its samples" in text
 
 
@@ -460,7 +623,7 @@ def test_multiples_hold_in_a_comparison():
 
     options = {"micro_start": 8, "micro_multiple_of": 4, "growth": False}
     step = rebatch.Step(model, sgd(model), loss_fn, **options)
-    assert warned(lambda: step(batch)) == []
+    assert warned(lambda: [step(batch) for _ in range(4)]) == []
     assert set(seen) == {8}  # what a comparison has appended is taken back
 
 
@@ -476,7 +639,7 @@ def test_beside_other_ranks_a_step_of_one_rank_compares_nothing(monkeypatch):
         return summed(model, samples)
 
     step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
-    assert warned(lambda: step(batch)) == [] and next(counts) == 4
+    assert warned(lambda: [step(batch) for _ in range(3)]) == [] and next(counts) == 12
 
 
 def with_rare(seed, loss_fn, samples=16, share=0.15):
@@ -521,8 +684,8 @@ def test_the_samples_of_a_batch_that_differ_most_are_compared():
     model = torch.nn.Linear(8, 2)
     batch = torch.randn(64, 8), torch.tensor([0] * 58 + [1] + [0] * 5)
     step = rebatch.Step(model, sgd(model), class_weights, micro_start=8, growth=False)
-    (text,) = warned(lambda: step(batch))
-    assert text.startswith("rebatch: step 0: the loss of samples 24-27 and 56-59 is ")
+    (text,) = warned(lambda: [step(batch) for _ in range(3)])
+    assert "58" in text.split("the loss of samples ")[1].split(" is ")[0]
 
 
 def test_a_comparison_leaves_what_lies_deep_in_containers():
@@ -540,7 +703,8 @@ def test_a_comparison_leaves_what_lies_deep_in_containers():
         return its_loss(model, samples)
 
     step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, log_level="quiet")
-    step(batch)
+    for _ in range(3):
+        step(batch)
     sums, seen = model.deep["a"][0]["b"]
-    assert sums["sum"] == 4 and seen == {1, 2, 3, 4, 5}
-    assert outside["rows"][0][0]["sum"] == 4 and outside["seen"][0] == {0, 1, 2, 3, 4}
+    assert sums["sum"] == 12 and seen == set(range(1, 14))
+    assert outside["rows"][0][0]["sum"] == 12 and outside["seen"][0] == set(range(13))

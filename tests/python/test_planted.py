@@ -286,7 +286,7 @@ PLANTED = {
 }
 PLANTED_MODELS = {
     "BatchNorm": (only_a_batch_norm, "batch_norm", True),
-    "clipped in a hook": (clipped_in_a_hook, "cut", False),
+    "clipped in a hook": (clipped_in_a_hook, "cut", True),
 }
 CORRECT = {
     "plain": cross_entropy,

@@ -101,8 +101,8 @@ STEP = (
 
 
 def test_a_step_whose_last_micro_batch_does_more_is_planned():
-    """It joins what loss_fn returned, so its calls are others, step for step. What compares the
-    loss at two cuts between steps takes some of the plan's pages, and ends no plan."""
+    """It joins what loss_fn returned, so its calls are others, step for step. What compares
+    two cuts within some steps takes some of the plan's pages, and ends no plan."""
     script = STEP + (
         "before = train(20, 32)['remaps']\n"
         "stats = train(10, 32)\n"

@@ -635,7 +635,7 @@ def test_a_library_without_a_workspace_is_an_oom():
 
     step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), limited, **QUIET)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", rebatch.CutWarning)  # comparing 8 samples ends so too
+        warnings.simplefilter("error", rebatch.CutWarning)
         step(batch)
     assert step.report.micro == 4 and step.report.ooms == 2
     assert rebatch.map(lambda x: (no_engine(x, 4), model(x))[1], batch[0]).shape == (16,)

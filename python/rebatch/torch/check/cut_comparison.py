@@ -1,5 +1,9 @@
-"""The loss of a few samples at two cuts, compared by itself when a batch is first cut: a loss that
-depends on the cut is a warning."""
+"""The gradients of a few samples at two cuts, compared by itself once a batch has been cut: an
+update that depends on the cut is a warning.
+
+The comparison is no part of the step in which memory ran out. In later steps a pass over a few
+samples runs before a micro-batch begins, while the GPU still works on the one before; none waits
+for the GPU. There the first three of these steps load the kernels of these sizes."""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ import dataclasses
 import math
 import sys
 import warnings
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 
-from rebatch._library import Event, EventKind, GuardPoint, LogLevel, StepReport
+from rebatch._library import Event, EventKind, GuardPoint, LogLevel
 from rebatch.torch.batches.cut import batch_tensors
 from rebatch.torch.batches.switched_off import (
     BATCH_NORM,
@@ -26,18 +30,23 @@ from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
 from rebatch.torch.check.rounding import floors
 from rebatch.torch.check.time_first_modules import Sequences
-from rebatch.torch.check.training_snapshot import AllGenerators, Snapshot, places_outside
+from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
 from rebatch.torch.private import tree_map_only
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import failed_allocations, is_oom, let_go
-from rebatch.torch.undo.generators import cuda_devices_of
 
-# Samples that are compared: an eighth of the batch, within these.
-_FEWEST, _MOST = 8, 16
-# Of a loss closer to 0 the gradients are compared too.
+# Which samples are compared, each in a step, and how many of them a half has: the two that differ
+# most; two pairs of views that are stacked, so they lie half a batch apart; two pairs of views that
+# alternate. A contrastive loss of one pair is 0.
+_ROUNDS = (("different", 1), ("halves", 2), ("neighbours", 2))
+_SIZES = (4, 2, 1)  # of passes
+# Steps in which the comparison may run out of memory, or fail otherwise.
+_MOST_FAILURES = 2
+# So many numbers of each gradient are compared.
+_SAMPLED = 1 << 14
+# Losses closer to 0 are compared as if they were this large.
 _TELLING = 0.1
-# Batches that are compared: another one where the first has told nothing.
-_MOST_BATCHES = 2
+_16_BIT = (torch.float16, torch.bfloat16)
 # What calls a Step for the user, beside this package.
 _NOT_THE_USERS = {
     "rebatch", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers",
@@ -46,54 +55,111 @@ _NOT_THE_USERS = {
 
 
 class CutWarning(UserWarning):
-    """The loss of a Step depends on how its batch is cut."""
+    """The update of a Step depends on how its batch is cut."""
 
 
 class FirstCut:
-    """Compares once, after the first batch that has run in more than one micro-batch: a few of its
-    samples run forward in one micro-batch, and in two. Where that tells nothing, so do samples of
-    the next batch that is cut."""
+    """Compares a few samples in one micro-batch and in two, in steps after the first one that ran
+    in several micro-batches. What the samples of one step do not tell, those of the next may. A
+    difference is told when the next step has it too, in passes that follow one another and draw
+    the same random numbers for each sample."""
 
     def __init__(self, is_done: bool = False):
         self.is_done = is_done
-        self._batches = 0  # that were compared
-        self._is_tight = False  # memory ran out there
+        self._warmed = self._compared = self._failures = 0  # steps
+        self._least = 1  # samples of a micro-batch with which no pass has failed
+        self._has_graph = False
+        self._draws = False  # random numbers have to be the same for each sample
+        self._is_suspect = False  # a difference was found
+        self._comparison: Optional[_Comparison] = None  # of the step that runs
+        self._results: Optional[_Results] = None  # that are not judged yet
 
-    def compare(self, running: Running, filled: StepReport) -> None:
-        """After a batch that succeeded, before it ends. Warns; raises nothing that the comparison
-        itself may run into."""
-        if self.is_done or filled.microbatches < 2:
+    def begin(self, running: Running, number: int, ran: int, micro: int) -> None:
+        """A step begins, in micro-batches of `micro` samples; the last one ended with micro-batches
+        of `ran`. Warns of what was compared before."""
+        self._comparison = None
+        self._judge()
+        if self.is_done or ran != micro or micro >= running.samples:
             return
-        sizes, ran = running.allowed_sizes(), -(-running.samples // filled.microbatches)
-        least = 2 if training_modules(_modules_of(running), BATCH_NORM) else 1
-        fits = ran if self._is_tight else max(ran, min(2 * ran, _FEWEST))
-        half = _half(sizes, running.samples, fits, least)
-        if not half or len(sizes) == 1 or _may_wait_for_others(running):
+        sizes = running.allowed_sizes()
+        unit = min((size for size in sizes if size >= self._least), default=0)
+        if len(sizes) == 1 or not 0 < 2 * unit <= running.samples or _may_wait_for_others(running):
             self.is_done = True
             return
-        self._batches += 1
-        text = self._text(running, sizes, half)
-        self.is_done = text is not None or self._batches == _MOST_BATCHES
-        if text:
-            _tell(running, f"rebatch: step {filled.step}: {text}", filled.step, ran)
+        self._has_graph = 2 * unit <= micro and not self._failures
+        is_warm = self._warmed == len(_SIZES) or running.program.device.type != "cuda"
+        kind, units = _ROUNDS[self._compared] if is_warm else _ROUNDS[-1]
+        units = units if 2 * units * unit <= micro else 1
+        half = units * unit
+        passes = [(0, 2 * half), (0, half), (half, half)]
+        if not is_warm:
+            passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
+        chosen = _chosen(running, unit, kind, units)
+        self._comparison = _Comparison(running, number, micro, (unit, half), chosen, passes)
 
-    def _text(self, running: Running, sizes: List[int], half: int) -> Optional[str]:
-        """What is wrong; "": nothing; None: the comparison tells nothing."""
+    def run_beside(self, running: Running, is_last: bool) -> None:
+        """Within an attempt, before its micro-batch begins: a pass; before the last one of the
+        batch, all that are left."""
+        comparison = self._comparison
+        if comparison is None:
+            return
         failed = failed_allocations()
         try:
             with running.program.aside():
-                return _Comparison(running, sizes, half).run()
+                mode = FixedDraws if self._draws or not self._has_graph else contextlib.nullcontext
+                comparison.run(is_last or self._is_suspect, mode, self._has_graph)
+            return
         except Exception as error:
+            self._failures += 1
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._is_tight = is_oom(error, failed_allocations() > failed)
+            is_short = is_oom(error, failed_allocations() > failed)
+            is_own = not self._has_graph and isinstance(error, AssertionError)  # of the program
             let_go(error)
-        if self._is_tight:
-            return None
-        return (
-            f"the loss could not be compared at two cuts ({said}): where samples belong together, "
-            "as pairs do, keep them so with micro_multiple_of, or slice and length; "
-            "step.check(batch) says more"
-        )
+        self._comparison = None
+        if self._failures < _MOST_FAILURES:
+            self._least = self._least if is_short else comparison.unit + 1
+            return
+        self.is_done = True
+        if not (is_short or is_own):
+            comparison.tell(
+                f"the gradients could not be compared at two cuts ({said}): where samples belong "
+                "together, as pairs do, keep them so with micro_multiple_of, or slice and length; "
+                "step.check(batch) says more"
+            )
+
+    def stop(self) -> None:
+        """An attempt has failed: this step pays for nothing else."""
+        self._comparison = None
+
+    def end(self) -> None:
+        """The step has succeeded."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is None or comparison.passes:
+            return
+        is_unlike = comparison.has_drawn and not self._draws  # at each cut
+        self._draws |= comparison.has_drawn
+        if len(comparison.results) == 1:
+            self._warmed += 1
+        elif is_unlike:
+            self._is_suspect = True
+        else:
+            self._results = _Results(comparison)
+            if self._results.are_here():
+                self._judge()
+
+    def _judge(self) -> None:
+        results, self._results = self._results, None
+        if results is None:
+            return
+        text = results.judged()
+        is_sure, self._is_suspect = self._is_suspect, bool(text) and not self._is_suspect
+        self._draws |= self._is_suspect
+        if self._is_suspect:
+            return
+        self._compared += 1
+        self.is_done |= bool(text) or self._compared == len(_ROUNDS)
+        if text and is_sure:
+            results.comparison.tell(text)
 
 
 def _may_wait_for_others(running: Running) -> bool:
@@ -104,31 +170,6 @@ def _may_wait_for_others(running: Running) -> bool:
         return False
     is_quiet = running.has_ranks and not running.has_window
     return distributed.get_world_size() > 1 and not is_quiet
-
-
-def _half(sizes: List[int], samples: int, fits: int, least: int) -> int:
-    """The largest of the sizes that are allowed of which two are no more samples than fit, and than
-    are compared; or the smallest; 0: there is none."""
-    most = min(fits, max(_FEWEST, min(samples // 8, _MOST)))
-    halves = [size for size in sizes if least <= size <= samples // 2]
-    return next((size for size in halves if 2 * size <= most), halves[-1] if halves else 0)
-
-
-def _tell(running: Running, text: str, step: int, ran: int) -> None:
-    on_event = running.program.on_event
-    if on_event is None:
-        warnings.warn(text, CutWarning, stacklevel=_level_of_the_user())
-        return
-    event = Event(
-        kind=EventKind.CUT,
-        level=LogLevel.WARN,
-        step=step,
-        batch=running.samples,
-        micro_before=ran,
-        micro_after=ran,
-        text=text.encode(),
-    )
-    on_event(text, event)
 
 
 def _level_of_the_user() -> int:
@@ -144,211 +185,333 @@ def _package_of(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
+class _OnHost:
+    """Numbers of a device, on their way to the host."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def are_here(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> List[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._numbers.tolist())
+
+
 # ---- which samples ----
 
 
-def _totals(running: Running) -> List[List[float]]:
+@torch.no_grad()
+def _chosen(running: Running, unit: int, kind: str, units: int) -> _OnHost:
+    """The numbers of two times so many units of samples, which differ most in labels, lengths and
+    weights; or pairs of them that are alike. What is in the batch stays on its device."""
+    count, device = running.samples // unit, running.program.device
+    rows = [_scaled(row[: count * unit].view(count, unit)) * much for row, much in _totals(running)]
+    place = torch.stack([row.to(device) for row in rows or [torch.zeros(count)]])
+    if kind == "different":
+        first = (place - place.mean(1, keepdim=True)).abs().sum(0).argmax()
+        return _OnHost(torch.stack([first, _farthest(place, first)]).sort().values)
+    middle = count // 2
+    if kind == "halves":
+        ones, others = place[:, :middle], place[:, middle : 2 * middle]
+        nearest = (ones - others).abs().sum(0).topk(units, largest=False).indices.sort().values
+        return _OnHost(torch.cat([nearest, nearest + middle]))
+    ones, others = place[:, 0 : 2 * middle : 2], place[:, 1 : 2 * middle : 2]
+    nearest = (ones - others).abs().sum(0).argmin()
+    pairs = torch.stack([nearest, _farthest(ones + others, nearest)]).sort().values
+    pairs = pairs if units > 1 else nearest.view(1)
+    return _OnHost(torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten())
+
+
+def _farthest(place: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    """From one of them, another."""
+    distance = (place - place.index_select(1, one.view(1))).abs().sum(0)
+    distance[one] = -1.0
+    return distance.argmax()
+
+
+def _scaled(units: torch.Tensor) -> torch.Tensor:
+    """Means of units, between 0 and 1."""
+    means = units.double().mean(1).nan_to_num()
+    spread = means.max() - means.min()
+    return torch.where(spread > 0, (means - means.min()) / spread, 0.0)
+
+
+def _totals(running: Running) -> Iterator[Tuple[torch.Tensor, float]]:
     """What each sample's entries add up to, of the small tensors of a batch: classes, lengths and
-    weights of samples."""
-    dim, found = running.program.cut.dim, []
+    weights of samples. And how much that tells: features do less."""
+    dim = running.program.cut.dim
     for _, tensor in batch_tensors(running.batch):
         is_small = dim < tensor.dim() <= 2 and tensor.shape[dim] == running.samples
-        if is_small and tensor.layout == torch.strided:
-            found.append((tensor.sum(1 - dim) if tensor.dim() > 1 else tensor).tolist())
-    return found
-
-
-def _samples_of(running: Running, sizes: List[int], half: int) -> Tuple[Any, Tuple[int, int], bool]:
-    """A batch of two runs of as many samples, one of each half of the batch, as what belongs
-    together may lie half a batch apart: those whose labels, lengths or weights differ most. And
-    where they begin, and whether they are alike: a wrong weight would then make no difference. The
-    batch is None where it cannot be made; the samples are then the first ones."""
-    samples, unit, totals = running.samples, math.gcd(*sizes), _totals(running)
-    middle = samples // 2 // unit * unit
-
-    def alike(first: int, second: int) -> int:
-        return sum(sum(t[first : first + half]) == sum(t[second : second + half]) for t in totals)
-
-    starts = [(at, middle + at) for at in range(0, middle - half + 1, unit)]
-    best = min(starts, key=lambda pair: (alike(*pair), pair[0] % half))
-    try:
-        spans = [(at, half) for at in best]
-        batch = running.program.cut.arranged(running.batch, spans, samples)
-    except Exception as error:  # of tensors that cannot be joined
-        let_go(error)
-        batch = None
-    best = best if batch is not None else (0, half)
-    return batch, best, alike(*best) > 0
+        if is_small and tensor.layout == torch.strided and not tensor.is_complex():
+            if tensor.dim() == 1:
+                yield tensor, 1.0
+            else:
+                yield tensor.sum(1 - dim), 0.25 if tensor.is_floating_point() else 1.0
 
 
 # ---- the comparison ----
 
 
-def _modules_of(running: Running) -> torch.nn.ModuleList:
-    """Those of the model, and others that loss_fn reaches."""
-    return running.program.modules
+class _Comparison:
+    """The passes over two times `half` samples in one step: spans of these samples that are left to
+    run. A result is a loss and numbers of its gradients."""
+
+    def __init__(
+        self,
+        running: Running,
+        number: int,
+        micro: int,
+        sizes: Tuple[int, int],
+        chosen: _OnHost,
+        passes: List[Tuple[int, int]],
+    ):
+        self._running, self.program, (self.unit, self.half) = running, running.program, sizes
+        self._number, self._micro, self._chosen = number, micro, chosen
+        self.passes = passes
+        self.results: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        root = self.program.modules
+        self.named = root[0] if len(root) == 1 else root
+        self._off = training_modules(root, DROPOUT) + power_iterations(root)
+        self.batch_norm = training_modules(root, BATCH_NORM)
+        self._off += [m for m in self.batch_norm if m.running_mean is not None]
+        self.sequences = Sequences(self.named)
+        self.is_16_bit = self.program.autocast is not None
+        self.is_16_bit |= any(p.dtype in _16_BIT for p in self.program.update.parameters)
+        self.has_drawn = self.has_drawn_elsewhere = False  # by PyTorch; by NumPy or Python
+        self.rounding = 0.0  # of what losses are made of
+        self._batch: Any = None
+        self._spans: List[Tuple[int, int]] = []  # of the samples: first, count
+
+    def run(self, all_left: bool, mode_of: Any, has_graph: bool) -> None:
+        """One pass under a mode, or all that are left."""
+        if self._batch is None:
+            self._take_samples()
+        snapshot = snapshot_outside(self.program)
+        while self.passes:
+            mode, span = mode_of(), self.passes.pop(0)
+            try:
+                with _without_plans(), switched_off(self._off), self.sequences.watching(), mode:
+                    self.results.append(self._pass(*span, has_graph))
+            except BaseException:
+                self._restore(snapshot)
+                raise
+            self._note_draws(snapshot, mode)
+            if not (all_left and self.passes and span[1] == self.half):
+                self._restore(snapshot)  # else the second micro-batch follows the first one
+            if not all_left:
+                break
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        undo = self._running.undo
+        undo.restore(GuardPoint.ATTEMPT, has_failed=False)
+        snapshot.restore()
+        undo.save(GuardPoint.ATTEMPT)
+
+    def _note_draws(self, snapshot: Snapshot, mode: Any) -> None:
+        self.has_drawn |= snapshot.draws()
+        self.has_drawn_elsewhere |= snapshot.draws(but_for_torchs=True)
+        if isinstance(mode, FixedDraws):
+            self.has_drawn |= mode.has_fixed
+            self.is_16_bit |= mode.is_16_bit
+            self.rounding = max(self.rounding, mode.rounding() * abs(self._unit))
+
+    def _take_samples(self) -> None:
+        """A `slice` of the program's own gives neighbours alone."""
+        running, unit = self._running, self.unit
+        self._spans = [(int(at) * unit, unit) for at in self._chosen.read()]
+        self._first, self._samples, weight = 0, 2 * self.half, running.weight
+        try:
+            self._batch = self.program.cut.arranged(running.batch, self._spans, running.samples)
+        except Exception as error:  # of tensors that cannot be joined
+            let_go(error)
+        if self._batch is None:
+            self._batch, self._samples = running.batch, running.samples
+            self._first = min(self._spans[0][0], running.samples - 2 * self.half)
+            self._spans = [(self._first, 2 * self.half)]
+        elif self.program.normalizer:
+            weight = self.program.normalizer(self._batch)
+        # What a scalar of loss_fn is multiplied by, at most.
+        self._unit = self._samples / (2 * self.half) / float(weight) if weight is not None else 1.0
+        self._is_sum = weight is not None
+
+    def _pass(self, first: int, count: int, has_graph: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+        part = self.program.cut.part(self._batch, self._first + first, count, self._samples)
+        samples = tree_map_only(torch.Tensor, torch.Tensor.clone, part)
+        self.sequences.count = count
+        noting = torch.autograd.graph.saved_tensors_hooks(self._note, _itself)
+        with torch.set_grad_enabled(has_graph), noting if has_graph else contextlib.nullcontext():
+            loss: torch.Tensor = self.program.loss_of(samples)[0]
+        loss = loss * (self._unit if self._is_sum else count / (2 * self.half))
+        return loss.detach(), self._gradients_of(loss) if has_graph else loss.new_zeros(1)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.is_16_bit |= tensor.dtype in _16_BIT
+        return tensor
+
+    def _gradients_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Numbers of them, in a fixed order."""
+        update, device = self.program.update, loss.device
+        if not loss.requires_grad:
+            return loss.new_zeros(1)
+        trained = [p for p in update.parameters if p.requires_grad]
+        scaled = loss if update.scaler is None else update.scaler.scale(loss)
+        found = torch.autograd.grad(scaled, trained, allow_unused=True)
+        return torch.cat([_numbers_of(p, g).to(device) for p, g in zip(trained, found)])
+
+    def tell(self, text: str) -> None:
+        """As a warning, or where the Step's events go."""
+        text = f"rebatch: step {self._number}: {text}"
+        if self.program.on_event is None:
+            warnings.warn(text, CutWarning, stacklevel=_level_of_the_user())
+            return
+        event = Event(
+            kind=EventKind.CUT,
+            level=LogLevel.WARN,
+            step=self._number,
+            batch=self._running.samples,
+            micro_before=self._micro,
+            micro_after=self._micro,
+            text=text.encode(),
+        )
+        self.program.on_event(text, event)
+
+    @property
+    def names(self) -> str:
+        """Of the samples."""
+        spans = [f"{at}-{at + n - 1}" if n > 1 else f"{at}" for at, n in self._spans]
+        return ", ".join(spans[:-1]) + " and " * (len(spans) > 1) + spans[-1]
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _numbers_of(p: torch.Tensor, gradient: Optional[torch.Tensor]) -> torch.Tensor:
+    """Of all places of a gradient; of a large one, of places that no row or column has alone."""
+    if gradient is None:
+        gradient = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+    elif gradient.layout != torch.strided:
+        return torch.zeros(1, device=p.device)
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    stride = gradient.numel() // _SAMPLED | 1 if gradient.numel() > _SAMPLED else 1
+    return gradient.detach().reshape(-1)[::stride].float()
+
+
+@contextlib.contextmanager
+def _without_plans() -> Iterator[None]:
+    """Nothing is compiled or tuned for the size of a pass: neither by PyTorch's compiler nor by
+    cuDNN."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # of PyTorch 2.6
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    was_tuned, was_attending = cudnn.benchmark, cuda.cudnn_sdp_enabled()
+    try:
+        cudnn.benchmark = False
+        cuda.enable_cudnn_sdp(was_attending and not cuda.math_sdp_enabled())
+        with set_stance("force_eager") if set_stance else contextlib.nullcontext():
+            yield
+    finally:
+        cudnn.benchmark = was_tuned
+        cuda.enable_cudnn_sdp(was_attending)
+
+
+# ---- what it tells ----
 
 
 @dataclasses.dataclass
-class _Result:
-    """Of samples at one cut. The gradients' are 0 where they were not asked for."""
+class _Figures:
+    """Of the samples in one micro-batch, and in two: losses and norms of the gradients; the norms
+    of the two added; and the norm of the difference of the gradients."""
 
-    loss: float = 0.0
-    norm: float = 0.0  # of the gradients
-    part_norms: float = 0.0  # of those of each micro-batch, added
+    whole: float
+    parts: float
+    whole_norm: float
+    parts_norm: float
+    added_norms: float
+    difference: float
 
 
-class _Comparison:
-    """The loss of two times `half` samples, in one micro-batch and in two."""
+class _Results:
+    """What a comparison has computed, on its way to the host."""
 
-    def __init__(self, running: Running, sizes: List[int], half: int):
-        self._running, self._program, self._half = running, running.program, half
-        self._batch, self._starts, self._are_alike = _samples_of(running, sizes, half)
-        root = _modules_of(running)
-        self._named = root[0] if len(root) == 1 else root
-        tensors = [*self._program.update.parameters, *root.buffers()]
-        places = places_outside(self._named, self._program.loss_fn, self._program.owners)
-        self._generators = AllGenerators(cuda_devices_of(tensors), self._program.generators)
-        self._snapshot = Snapshot(places, self._generators)
-        running.undo.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
-        self._off = training_modules(root, DROPOUT) + power_iterations(root)
-        self._batch_norm = training_modules(root, BATCH_NORM)
-        self._draws, self._sequences = FixedDraws(), Sequences(self._named)
-        assert running.loss is not None  # the batch has succeeded
-        self._has_gradients = abs(float(running.loss)) < _TELLING
-        self._needs_graph = self._has_gradients
-        self._is_drawn = False  # numbers that are others at another cut
+    def __init__(self, comparison: _Comparison):
+        self.comparison = comparison
+        (whole, all_at_once), (first, one), (second, other) = comparison.results
+        parts = one + other
+        norms = [all_at_once.norm(), parts.norm(), one.norm() + other.norm()]
+        figures = [whole, first + second, *norms, (all_at_once - parts).norm()]
+        device = all_at_once.device
+        self._figures = _OnHost(torch.stack([f.to(device, torch.float32) for f in figures]))
+        comparison.results = []
 
-    def run(self) -> Optional[str]:
-        """What is wrong; "": nothing; None: that tells nothing."""
-        running = self._running
-        kept = dict(vars(running))
-        try:
-            if self._batch is not None:
-                running.batch, running.samples = self._batch, 2 * self._half
-                running.weigh()
-            whole = self._at([(0, 2 * self._half)])
-            parts = self._at([(0, self._half), (self._half, self._half)])
-            return self._judge(whole, parts)
-        finally:
-            vars(running).update(kept)
+    def are_here(self) -> bool:
+        return self._figures.are_here()
 
-    def _restore(self) -> None:
-        self._running.undo.restore(GuardPoint.STEP, has_failed=False)
-        self._snapshot.restore()
+    def judged(self) -> str:
+        """What is wrong, or nothing."""
+        comparison, f = self.comparison, _Figures(*self._figures.read())
+        why = comparison.sequences.found()
+        if why[0]:
+            return self._said(_of_losses(f), *why)
+        if math.isfinite(f.whole) != math.isfinite(f.parts):
+            return self._explained(_of_losses(f), f.whole, f.parts)
+        of_gradients, of_losses = floors(comparison.is_16_bit, comparison.program.device)
+        scale = max(abs(f.whole), abs(f.parts), _TELLING)
+        is_other_loss = abs(f.whole - f.parts) - comparison.rounding > of_losses * scale
+        scale = max(f.added_norms, f.whole_norm)
+        is_finite = math.isfinite(scale) and math.isfinite(f.whole)
+        if is_finite and scale and f.difference > of_gradients * scale and not is_other_loss:
+            return self._explained(_of_gradients(f), f.whole_norm, f.parts_norm)
+        if is_finite and is_other_loss and (not scale or f.difference > of_gradients * scale):
+            return self._explained(_of_losses(f), f.whole, f.parts)
+        return self._of_batch_norm()
 
-    # ---- at a cut ----
+    def _explained(self, said: str, whole: float, parts: float) -> str:
+        comparison, program = self.comparison, self.comparison.program
+        half, has_normalizer = comparison.half, program.normalizer is not None
+        kind, why, advice = explain(whole, parts, 2 * half, half, has_normalizer, program.loss_name)
+        if kind == "cut" and (comparison.batch_norm or comparison.has_drawn_elsewhere):
+            return self._of_batch_norm()
+        return self._said(said, why, advice)
 
-    def _at(self, spans: List[Tuple[int, int]]) -> _Result:
-        """The sum over micro-batches, of which every sample draws the same numbers."""
-        gradients = contextlib.nullcontext() if self._needs_graph else torch.no_grad()
-        watching = self._sequences.watching()
-        try:
-            with switched_off(self._off), _eagerly(), gradients, watching:
-                return self._sum_of(spans)
-        except RuntimeError as error:
-            if is_oom(error) or self._needs_graph and not self._has_gradients:
-                raise
-            let_go(error)
-        finally:
-            self._is_drawn |= self._snapshot.draws(but_for_torchs=self._draws.has_fixed)
-            self._restore()
-        # A gradient penalty needs a graph; through a reentrant checkpoint no gradient can be asked
-        # for.
-        self._needs_graph, self._has_gradients = True, False
-        return self._at(spans)
-
-    def _sum_of(self, spans: List[Tuple[int, int]]) -> _Result:
-        result = _Result()
-        sums: List[torch.Tensor] = []
-        for first, count in spans:
-            self._sequences.count = count
-            loss = self._share(first, count)
-            result.loss += float(loss.detach())
-            gradients = self._gradients_of(loss)
-            result.part_norms += _norm(gradients)
-            if gradients:
-                sums = [a + b for a, b in zip(sums, gradients)] or gradients
-            del loss, gradients
-        result.norm = _norm(sums)
-        return result
-
-    def _share(self, first: int, count: int) -> torch.Tensor:
-        """Of some samples in the loss of all that are compared."""
-        running = self._running
-        samples = tree_map_only(torch.Tensor, torch.Tensor.clone, running.part(first, count))
-        with self._draws:
-            loss: torch.Tensor = self._program.loss_of(samples)[0]
-        return loss * (count / (2 * self._half) if running.weight is None else self._unit)
-
-    @property
-    def _unit(self) -> float:
-        """What a scalar of loss_fn is multiplied by, at most."""
-        weight, part = self._running.weight, self._running.samples / (2 * self._half)
-        return 1.0 if weight is None else part / float(weight)
-
-    def _gradients_of(self, loss: torch.Tensor) -> List[torch.Tensor]:
-        if not (self._has_gradients and loss.requires_grad):
-            return []
-        trained = [p for p in self._program.update.parameters if p.requires_grad]
-        with FixedDraws():  # of checkpoints
-            found = torch.autograd.grad(loss, trained, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found)]
-
-    # ---- what it tells ----
-
-    def _judge(self, whole: _Result, parts: _Result) -> Optional[str]:
-        through_time = self._sequences.found()
-        if through_time[0]:
-            return self._say("loss", whole.loss, parts.loss, *through_time)
-        values = whole.loss, whole.norm, parts.loss, parts.norm
-        if not all(map(math.isfinite, values)) or not any(values):
-            return None
-        of_gradients, of_losses = floors(self._draws.is_16_bit, self._program.device)
-        rounding = self._draws.rounding() * abs(self._unit)
-        scale = max(abs(whole.loss), abs(parts.loss), _TELLING)
-        if abs(whole.loss - parts.loss) - rounding > of_losses * scale:
-            return self._explain("loss", whole.loss, parts.loss)
-        scale = max(whole.part_norms, parts.part_norms)
-        if self._has_gradients and abs(whole.norm - parts.norm) > of_gradients * scale:
-            return self._explain("norm of the gradients", whole.norm, parts.norm)
-        return None if self._are_alike else ""
-
-    def _explain(self, what: str, whole: float, parts: float) -> Optional[str]:
-        kind, text, advice = explain(
-            whole,
-            parts,
-            2 * self._half,
-            self._half,
-            self._program.normalizer is not None,
-            self._program.loss_name,
-        )
-        if kind == "cut" and self._batch_norm:
-            name = name_of(self._named, self._batch_norm[0])
-            text = f"BatchNorm ({name!r}) normalizes by the statistics of a micro-batch"
-            advice = "use GroupNorm, put it into evaluation mode, or keep one size "
-            advice += "with micro_allowed=[N]"
-        elif kind == "cut" and self._is_drawn:
-            return None
-        return self._say(what, whole, parts, text, advice)
-
-    def _say(self, what: str, whole: float, parts: float, why: str, advice: str) -> str:
-        half, (first, second) = self._half, self._starts
-        samples = f"{first}-{second + half - 1}"
-        if second > first + half:
-            samples = " and ".join(f"{at}-{at + half - 1}" for at in (first, second))
+    def _of_batch_norm(self) -> str:
+        """What needs no comparison, and was off in it."""
+        comparison = self.comparison
+        if not comparison.batch_norm:
+            return ""
+        name = name_of(comparison.named, comparison.batch_norm[0])
         return (
-            f"the {what} of samples {samples} is {whole:.4g} in one micro-batch and {parts:.4g} in "
-            f"micro-batches of {half}, so the update depends on how memory cuts the batch: {why}: "
-            f"{advice}; step.check(batch) says more"
+            f"BatchNorm ({name!r}) normalizes by the statistics of a micro-batch, so the update "
+            "depends on how memory cuts the batch: use GroupNorm, put it into evaluation mode, or "
+            "keep one size with micro_allowed=[N]; step.check(batch) says more"
+        )
+
+    def _said(self, said: str, why: str, advice: str) -> str:
+        comparison = self.comparison
+        return (
+            f"{said.format(samples=comparison.names, half=comparison.half)}, so the update depends "
+            f"on how memory cuts the batch: {why}: {advice}; step.check(batch) says more"
         )
 
 
-def _norm(gradients: List[torch.Tensor]) -> float:
-    return math.hypot(*(float(g.float().norm()) for g in gradients))
+def _of_losses(f: _Figures) -> str:
+    return (
+        f"the loss of samples {{samples}} is {f.whole:.4g} in one micro-batch and {f.parts:.4g} in "
+        "micro-batches of {half}"
+    )
 
 
-def _eagerly() -> Any:
-    """Nothing is compiled for a comparison."""
-    set_stance = getattr(torch.compiler, "set_stance", None)  # of PyTorch 2.6
-    return set_stance("force_eager") if set_stance else contextlib.nullcontext()
+def _of_gradients(f: _Figures) -> str:
+    share = f.difference / max(f.added_norms, f.whole_norm)
+    return (
+        f"the gradient of the loss of samples {{samples}} differs by {share:.1%} between one "
+        "micro-batch and micro-batches of {half}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import textwrap
 from typing import Any, FrozenSet, List, Tuple
 
@@ -123,6 +124,8 @@ def explain(
     and what to do."""
     parts = largest / cut
     ratio = whole / smaller if smaller else 0.0
+    if not math.isfinite(whole + smaller):
+        return "cut", "the loss of some samples alone is no finite number", _ADVICE
     if name == "compute_loss":  # its Trainer weights it
         return "cut", f"{name} depends on the cut", _ADVICE_TO_TRAINERS
     if has_normalizer and abs(ratio * parts - 1) < _NEAR:

@@ -19,9 +19,11 @@ import torch
 from rebatch._user_code import is_object
 from rebatch.torch.batches.cut import batch_tensors
 from rebatch.torch.batches.kinds import are_same
+from rebatch.torch.program.program import Program
 from rebatch.torch.undo.contents import contents_of, is_data, put_back_contents, walk
 from rebatch.torch.undo.copies import copy_of, put_back
 from rebatch.torch.undo.generators import (
+    cuda_devices_of,
     functions_of,
     is_generator,
     is_same_state,
@@ -345,3 +347,11 @@ def places_outside(root: torch.nn.Module, loss_fn: Any, owners: Sequence[Any] = 
     """Those outside of the model that are small: without parameters and gradients."""
     places = _outside(root, loss_fn, owners)
     return [place for place in places if place.kind not in ("parameter", "gradient")]
+
+
+def snapshot_outside(program: Program) -> Snapshot:
+    """Of the generators, and of what is outside of the model and small."""
+    root = program.modules[0] if len(program.modules) == 1 else program.modules
+    tensors = [*program.update.parameters, *root.buffers()]
+    generators = AllGenerators(cuda_devices_of(tensors), program.generators)
+    return Snapshot(places_outside(root, program.loss_fn, program.owners), generators)

@@ -259,6 +259,8 @@ class Callbacks:
             self._run_nothing()
             return
         is_last = first + count == running.samples
+        if first and not is_trial:
+            self.cuts.run_beside(running, is_last)
         if self._is_whole and count < running.samples:  # the whole batch did not fit
             self._begin_cut(True)
         # Without other ranks a sum of losses would be one more small block in the last pass.
@@ -311,6 +313,7 @@ class Callbacks:
         try:
             loss, extras = self._pass(first, count, is_launching)
         except BaseException as error:
+            self.cuts.stop()
             self._put_back()
             is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
             if is_other and not is_oom(error):

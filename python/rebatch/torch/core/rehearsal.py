@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rebatch._library import GuardPoint
-from rebatch.torch.check.training_snapshot import AllGenerators, Snapshot, places_outside
+from rebatch.torch.check.training_snapshot import snapshot_outside
 from rebatch.torch.program.program import Running
-from rebatch.torch.undo.generators import cuda_devices_of
 
 if TYPE_CHECKING:
     from rebatch.torch.ranks.fsdp.lockstep import Lockstep  # needs a PyTorch with torch.distributed
@@ -18,12 +17,7 @@ def rehearse(running: Running, lockstep: Lockstep) -> None:
     """Within an attempt. The smallest micro-batch runs forward and backward; then all is as it was,
     but for gradients. What it raises, the attempt has failed with."""
     program, undo = running.program, running.undo
-    root = program.modules[0] if len(program.modules) == 1 else program.modules
-    tensors = [*program.update.parameters, *root.buffers()]
-    snapshot = Snapshot(
-        places_outside(root, program.loss_fn, program.owners),
-        AllGenerators(cuda_devices_of(tensors), program.generators),
-    )
+    snapshot = snapshot_outside(program)
 
     def run() -> None:
         loss, _ = running.weighted_loss(0, running.allowed_sizes()[-1])

@@ -54,8 +54,6 @@ from rebatch.torch.undo.undo import Undo
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks  # needs a PyTorch with torch.distributed
 
-# A thread of autograd may hold what a comparison of cuts that ran out of memory has made.
-_COMPARISON_SECONDS = 0.1
 _nothing: ContextManager[None] = contextlib.nullcontext()
 
 
@@ -221,6 +219,7 @@ class Training:
         self._begin_together(session, batch)
         running, callbacks = self.running, self.callbacks
         try:
+            self._begin_comparison(session)
             with self.quiet():
                 status, filled = self._call(session)
             micros = self.ranks.micros() if self.ranks else ()
@@ -229,7 +228,7 @@ class Training:
             if not status and callbacks.is_applied:
                 self._finish()
             session.raise_failure(status)
-            self._compare_cuts(session, filled)
+            callbacks.cuts.end()
         except BaseException as error:
             if not callbacks.is_applied:
                 callbacks.failed()
@@ -241,15 +240,12 @@ class Training:
         assert running.loss is not None  # a batch that succeeds has one
         return running.loss
 
-    def _compare_cuts(self, session: Session, filled: c.StepReport) -> None:
-        """Nothing of the comparison is in use when the next step asks what fits."""
-        cuts = self.callbacks.cuts
-        if cuts.is_done or filled.microbatches < 2:
-            return
-        live = session.live_bytes()
-        with self.quiet(), session.modes.kept():
-            cuts.compare(self.running, filled)
-        session.collect(live, _COMPARISON_SECONDS)
+    def _begin_comparison(self, session: Session) -> None:
+        """Of cuts, once a batch was cut."""
+        cuts, samples = self.callbacks.cuts, self.running.samples
+        if not cuts.is_done and self.report.microbatches > 1:
+            micro = int(lib.rebatch_get_micro(session.rb, samples))
+            cuts.begin(self.running, self.number, self.report.micro, micro)
 
     def _begin_together(self, session: Session, batch: Any) -> None:
         """The other ranks hear of a failure, instead of waiting."""
