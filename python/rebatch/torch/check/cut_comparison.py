@@ -71,13 +71,13 @@ class FirstCut:
         self._has_graph = False
         self._draws = False  # random numbers have to be the same for each sample
         self._is_suspect = False  # a difference was found
-        self._comparison: Optional[_Comparison] = None  # of the step that runs
+        self.comparison: Optional[_Comparison] = None  # of the step that runs, whose guard this is
         self._results: Optional[_Results] = None  # that are not judged yet
 
     def begin(self, running: Running, number: int, ran: int, micro: int) -> None:
         """A step begins, in micro-batches of `micro` samples; the last one ended with micro-batches
         of `ran`. Warns of what was compared before."""
-        self._comparison = None
+        self.comparison = None
         self._judge()
         if self.is_done or ran != micro or micro >= running.samples:
             return
@@ -95,19 +95,19 @@ class FirstCut:
         if not is_warm:
             passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
         chosen = _chosen(running, unit, kind, units)
-        self._comparison = _Comparison(running, number, micro, (unit, half), chosen, passes)
+        self.comparison = _Comparison(running, number, micro, (unit, half), chosen, passes)
 
-    def run_beside(self, running: Running, is_last: bool) -> None:
-        """Within an attempt, before its micro-batch begins: a pass; before the last one of the
-        batch, all that are left."""
-        comparison = self._comparison
-        if comparison is None:
+    def save(self, point: int) -> None:
+        """Before an attempt, once what it may change is saved: a pass; before the last micro-batch,
+        all that are left."""
+        comparison = self.comparison
+        if comparison is None or point != GuardPoint.ATTEMPT or not comparison.is_between:
             return
         failed = failed_allocations()
         try:
-            with running.program.aside():
+            with comparison.program.aside():
                 mode = FixedDraws if self._draws or not self._has_graph else contextlib.nullcontext
-                comparison.run(is_last or self._is_suspect, mode, self._has_graph)
+                comparison.run(self._is_suspect, mode, self._has_graph)
             return
         except Exception as error:
             self._failures += 1
@@ -115,7 +115,7 @@ class FirstCut:
             is_short = is_oom(error, failed_allocations() > failed)
             is_own = not self._has_graph and isinstance(error, AssertionError)  # of the program
             let_go(error)
-        self._comparison = None
+        self.comparison = None
         if self._failures < _MOST_FAILURES:
             self._least = self._least if is_short else comparison.unit + 1
             return
@@ -127,13 +127,16 @@ class FirstCut:
                 "step.check(batch) says more"
             )
 
-    def stop(self) -> None:
+    def restore(self, _point: int) -> None:
         """An attempt has failed: this step pays for nothing else."""
-        self._comparison = None
+        self.comparison = None
+
+    def succeeded(self) -> None:
+        """An attempt has."""
 
     def end(self) -> None:
         """The step has succeeded."""
-        comparison, self._comparison = self._comparison, None
+        comparison, self.comparison = self.comparison, None
         if comparison is None or comparison.passes:
             return
         is_unlike = comparison.has_drawn and not self._draws  # at each cut
@@ -287,11 +290,19 @@ class _Comparison:
         self.is_16_bit |= any(p.dtype in _16_BIT for p in self.program.update.parameters)
         self.has_drawn = self.has_drawn_elsewhere = False  # by PyTorch; by NumPy or Python
         self.rounding = 0.0  # of what losses are made of
+        self.ran = 0  # samples of the step's batch
         self._batch: Any = None
         self._spans: List[Tuple[int, int]] = []  # of the samples: first, count
 
+    @property
+    def is_between(self) -> bool:
+        """Whether a micro-batch that is not the first one comes."""
+        return 0 < self.ran < self._running.samples
+
     def run(self, all_left: bool, mode_of: Any, has_graph: bool) -> None:
-        """One pass under a mode, or all that are left."""
+        """One pass under a mode; all that are left where that is asked for, or the last micro-batch
+        comes."""
+        all_left |= self.ran + self._micro >= self._running.samples
         if self._batch is None:
             self._take_samples()
         snapshot = snapshot_outside(self.program)

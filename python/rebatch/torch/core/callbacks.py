@@ -259,8 +259,6 @@ class Callbacks:
             self._run_nothing()
             return
         is_last = first + count == running.samples
-        if first and not is_trial:
-            self.cuts.run_beside(running, is_last)
         if self._is_whole and count < running.samples:  # the whole batch did not fit
             self._begin_cut(True)
         # Without other ranks a sum of losses would be one more small block in the last pass.
@@ -273,6 +271,8 @@ class Callbacks:
             # The update begins without calling the program.
             self.session.saves_attempts = self._ranks is not None
         self._accumulated += count
+        if self.cuts.comparison:
+            self.cuts.comparison.ran = self._accumulated
         if self._ranks:
             self._ranks.note_micro(count)
 
@@ -313,7 +313,6 @@ class Callbacks:
         try:
             loss, extras = self._pass(first, count, is_launching)
         except BaseException as error:
-            self.cuts.stop()
             self._put_back()
             is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
             if is_other and not is_oom(error):

@@ -219,8 +219,7 @@ class Training:
         self._begin_together(session, batch)
         running, callbacks = self.running, self.callbacks
         try:
-            self._begin_comparison(session)
-            with self.quiet():
+            with self._comparing(session), self.quiet():
                 status, filled = self._call(session)
             micros = self.ranks.micros() if self.ranks else ()
             self.report = report_of(filled, running.samples, micros)
@@ -240,12 +239,14 @@ class Training:
         assert running.loss is not None  # a batch that succeeds has one
         return running.loss
 
-    def _begin_comparison(self, session: Session) -> None:
-        """Of cuts, once a batch was cut."""
-        cuts, samples = self.callbacks.cuts, self.running.samples
-        if not cuts.is_done and self.report.microbatches > 1:
-            micro = int(lib.rebatch_get_micro(session.rb, samples))
-            cuts.begin(self.running, self.number, self.report.micro, micro)
+    def _comparing(self, session: Session) -> ContextManager[None]:
+        """Around a call: once a batch was cut, cuts are compared beside the micro-batches."""
+        cuts = self.callbacks.cuts
+        if cuts.is_done or self.report.microbatches < 2:
+            return _nothing
+        micro = int(lib.rebatch_get_micro(session.rb, self.running.samples))
+        cuts.begin(self.running, self.number, self.report.micro, micro)
+        return session.guarding(cuts) if cuts.comparison else _nothing
 
     def _begin_together(self, session: Session, batch: Any) -> None:
         """The other ranks hear of a failure, instead of waiting."""

@@ -3,6 +3,7 @@ in a callback becomes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as C
 import gc
 import operator
@@ -11,7 +12,7 @@ import re
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -270,6 +271,15 @@ class Session:
         """An attempt has: the guards learn what it changed."""
         for guard in self._guards:
             guard.succeeded()
+
+    @contextlib.contextmanager
+    def guarding(self, guard: Any) -> Iterator[None]:
+        """Within it there is one guard more, the last."""
+        self._guards.append(guard)
+        try:
+            yield
+        finally:
+            self._guards.remove(guard)
 
     def keep_error(self, error: BaseException) -> None:
         """Of a callback: it ends the call of C, and comes out of it."""
