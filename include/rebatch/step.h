@@ -295,8 +295,8 @@ typedef struct rebatch_event {
     uint64_t available_bytes; /**< memory available after the attempt was taken back */
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
-    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of LEAK: what
-                                   grows; of LATE_FREE: the address; of OVERFLOW: how
+    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of RETRY: after
+                                   which wait, or NULL; of LEAK: what grows; of LATE_FREE: the address; of OVERFLOW: how
                                    much; of an OOM event of a map whose phase is ADMISSION or
                                    RESIZE: "(in map)"; of EXHAUSTED: "(in lockstep)" there; else
                                    NULL */
@@ -334,6 +334,9 @@ typedef struct rebatch_meter_reading {
     uint64_t reserved_peak_bytes;
     uint64_t retries; /**< requests since `begin` that were served only after cached memory was
                            returned to the device; 0: none, or not known */
+    uint64_t outside_bytes; /**< after a callback that failed: memory of the device that neither the
+                                 allocator nor a limit of its own withholds, but others;
+                                 0: none, or not known */
 } rebatch_meter_reading;
 
 /** Figures of an allocator that is not a rebatch pool, for example PyTorch's. With a meter the
@@ -459,6 +462,11 @@ typedef struct rebatch_options {
                                       micro_start and micro_largest. A micro-batch that fails on one
                                       rank runs again on all. Needs `group`. Not with `learn`, cost,
                                       rebatch_probe() or rebatch_check(). Default off */
+    uint32_t oom_wait_ms;        /**< longest wait in all, in one step, for memory that others hold,
+                                      in milliseconds: where nothing smaller or lighter is left, and
+                                      with that memory there would be enough, it is tried up to
+                                      five times more. In a group always less than a quarter of
+                                      group_timeout_ms. At most 3,600,000; 0: 10,000 */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
@@ -466,7 +474,7 @@ typedef struct rebatch_options {
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
             NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL,             \
-            REBATCH_DEFAULT, NULL, NULL, NULL, 0, REBATCH_DEFAULT                                  \
+            REBATCH_DEFAULT, NULL, NULL, NULL, 0, REBATCH_DEFAULT, 0                               \
     }
 
 /** What one call of rebatch_step() did. */

@@ -351,6 +351,7 @@ class MeterReading(Struct):
         ("asked_bytes", c_uint64),
         ("reserved_peak_bytes", c_uint64),
         ("retries", c_uint64),
+        ("outside_bytes", c_uint64),
     ]
 
 
@@ -432,6 +433,7 @@ class Options(Struct):
         ("group", POINTER(Group)),
         ("group_timeout_ms", c_uint32),
         ("lockstep", c_int),
+        ("oom_wait_ms", c_uint32),
     ]
 
 

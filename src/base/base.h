@@ -162,6 +162,8 @@ void rbi_text_add_json(struct rbi_text *t, const char *text);
 
 /* Monotonic nanoseconds. */
 uint64_t rbi_now_ns(void);
+/* Sleeps, at most so long: a signal ends it. */
+void rbi_sleep_ms(uint32_t ms);
 /* Milliseconds since 1970 by the machine's clock. */
 int64_t rbi_clock_ms(void);
 /* "2026-11-23T06:31:14.123Z", for 0000 to 9999. Neither uses the heap nor looks at the locale. */

@@ -12,6 +12,12 @@ uint64_t rbi_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+void rbi_sleep_ms(uint32_t ms)
+{
+    const struct timespec nap = {ms / 1000, (long)(ms % 1000) * 1000000};
+    (void)nanosleep(&nap, NULL);
+}
+
 int64_t rbi_clock_ms(void)
 {
     struct timespec now;

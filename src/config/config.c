@@ -146,6 +146,7 @@ static void fill(rebatch_options *o, const struct rebatch_config *config, bool i
     SET(RECOVERY_LIGHTEN, o->lighten, toggle_of(entry));
     SET(RECOVERY_MAX_ATTEMPTS, o->max_attempts, (uint32_t)entry->number);
     SET(RECOVERY_MAX_OOMS_IN_ROW, o->max_ooms_in_row, (uint32_t)entry->number);
+    SET(RECOVERY_OOM_WAIT_MS, o->oom_wait_ms, (uint32_t)entry->number);
     SET(GROWTH_ENABLED, o->growth, toggle_of(entry));
     SET(GROWTH_AFTER, o->grow_after, (uint32_t)entry->number);
     SET(GROWTH_WAIT_MAX, o->grow_wait_max, (uint32_t)entry->number);

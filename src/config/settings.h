@@ -104,6 +104,10 @@ enum rbi_setting_kind {
       .initial = "0", .most = 65536,                                                               \
       .help = "Most OOMs in one step, without a micro-batch that succeeds between them, "          \
               "before it ends with an error. 0: only recovery.max_attempts applies.")              \
+    X(RECOVERY_OOM_WAIT_MS, .key = "recovery.oom_wait_ms", .kind = RBI_COUNT, .initial = "10000",  \
+      .least = 1, .most = 3600000,                                                                 \
+      .help = "Longest wait in one step, in milliseconds, for memory that others hold, before "    \
+              "it ends with an error.")                                                            \
     X(GROWTH_ENABLED, .key = "growth.enabled", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Grow the micro-batch again after steps without an OOM.")                            \
     X(GROWTH_AFTER, .key = "growth.after", .kind = RBI_COUNT, .initial = "16", .least = 1,         \

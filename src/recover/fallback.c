@@ -168,6 +168,52 @@ static rebatch_status lighten(rebatch *rb, bool *is_lighter)
     return status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED ? REBATCH_OK : status;
 }
 
+/* The last resort, where nothing smaller or lighter is left: shares of options.oom_wait_ms that
+ * pass before each try. */
+static const uint32_t wait_permille[] = {0, 50, 150, 300, 500};
+#define MOST_LAST_TRIES (sizeof wait_permille / sizeof *wait_permille)
+
+/* How many of these tries are worth it. All of them, where what is missing is no more than others
+ * hold, who may give it back; one, at once, where nobody knows what was missing. */
+static size_t worthy_tries(const rebatch *rb)
+{
+    const struct rbi_failure *failure = &rb->run.ooms.failure;
+    if (failure->is_unexplained || failure->is_injected || rb->dry_step ||
+        rb->options.on_oom == REBATCH_ON_OOM_STOP)
+        return 0;
+    if (!failure->need_bytes)
+        return 1;
+    const uint64_t missing =
+        failure->need_bytes - rbi_min(failure->need_bytes, failure->available_bytes);
+    const uint64_t outside = rbi_memory_outside(rb);
+    return outside && missing <= outside ? MOST_LAST_TRIES : 0;
+}
+
+static bool try_last(rebatch *rb)
+{
+    struct rbi_run_ooms *ooms = &rb->run.ooms;
+    if (ooms->last_tries >= worthy_tries(rb))
+        return false;
+    uint64_t most_ms = rb->options.oom_wait_ms;
+    if (rb->group.table.size) /* the others wait for this rank */
+        most_ms = rbi_min(most_ms, (rb->group.timeout_ms - 1) / 4);
+    ooms->wait_ms = (uint32_t)(most_ms * wait_permille[ooms->last_tries] / 1000);
+    ooms->last_tries++;
+    ooms->retried_same = true;
+    return true;
+}
+
+/* What is cached goes back to the device: it may be in pieces, and is whole again there. */
+static void prepare_retry(rebatch *rb)
+{
+    const uint64_t began = rbi_now_ns();
+    (void)rbi_memory_release(rb);
+    if (rb->run.ooms.wait_ms)
+        rbi_sleep_ms(rb->run.ooms.wait_ms);
+    rb->run.ooms.wait_ms = 0;
+    rb->run.report.lost_ns += rbi_now_ns() - began;
+}
+
 /* Chooses the stage. Gives what lighten returned when that ends the step. */
 static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
                                    rebatch_event_kind *kind)
@@ -179,8 +225,6 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     if (has_given_up(rb))
         return REBATCH_OK;
     if (can_retry_same(rb, mb)) {
-        /* What is there may be in pieces: in a cache that is empty it is whole again. */
-        (void)rbi_memory_release(rb);
         rb->run.ooms.retried_same = true;
         rb->run.ooms.retries++;
         *kind = REBATCH_EVENT_RETRY;
@@ -195,6 +239,8 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     const rebatch_status status = lighten(rb, &is_lighter);
     if (is_lighter)
         *kind = REBATCH_EVENT_LIGHTEN;
+    else if (!status && try_last(rb))
+        *kind = REBATCH_EVENT_RETRY;
     return status;
 }
 
@@ -390,12 +436,19 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *inte
     event.micro_after = rbi_micro_size(rb, rb->run.batch);
     event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
-    event.text = is_of_map(rb)                              ? "(in map)"
+    char wait[32] = "";
+    if (rb->run.ooms.wait_ms)
+        rbi_text_add(&(struct rbi_text){wait, sizeof wait, 0}, "(%" PRIu32 " ms to wait)",
+                     rb->run.ooms.wait_ms);
+    event.text = *wait                                      ? wait
+                 : is_of_map(rb)                            ? "(in map)"
                  : !goes_on && rbi_group_is_in_lockstep(rb) ? "(in lockstep)"
                                                             : NULL;
     event.redone_samples = goes_on ? interrupted->redone_samples : 0;
     rb->run.report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);
+    if (event.kind == REBATCH_EVENT_RETRY)
+        prepare_retry(rb);
     if (goes_on)
         return REBATCH_OK;
     return event.kind == REBATCH_EVENT_TORN ? say_torn(rb) : say_exhausted(rb, mb);

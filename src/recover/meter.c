@@ -126,6 +126,18 @@ rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes)
     return rbi_memory_available(&available, rb) || bytes <= available ? REBATCH_OK : REBATCH_OOM;
 }
 
+uint64_t rbi_memory_outside(const rebatch *rb)
+{
+    if (rbi_meter_is_set(rb)) {
+        rebatch_meter_reading reading;
+        return read_meter(&reading, rb) ? reading.outside_bytes : 0;
+    }
+    struct rbi_pool_bound bound;
+    if (rbi_pool_get_bound(&bound, rb->pool) || bound.is_limit)
+        return 0;
+    return bound.outside_bytes;
+}
+
 size_t rbi_memory_release(rebatch *rb)
 {
     if (rbi_meter_is_set(rb))

@@ -38,6 +38,9 @@ rebatch_status rbi_available(size_t *out, const rebatch *rb);
 uint64_t rbi_resize_bytes(const rebatch *rb);
 /* As rbi_pool_admit(). */
 rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes);
+/* What others hold of the device, and may give back; 0: none, or a limit of one's own comes first.
+ */
+uint64_t rbi_memory_outside(const rebatch *rb);
 /* Returns cached memory to the device: how much. */
 size_t rbi_memory_release(rebatch *rb);
 
@@ -660,6 +663,8 @@ struct rbi_run_ooms {
     bool is_refused_again; /* at the same size, with the same memory */
     uint32_t retries;      /* micro-batches of the step that ran once more at their size */
     bool retried_same;     /* the stage "once more" is used up until something succeeds */
+    uint32_t last_tries;   /* of the step, where nothing smaller or lighter was left */
+    uint32_t wait_ms;      /* before the attempt that comes next */
 };
 
 /* The step or map that runs, or ran last. rbi_run_begin() sets all of it, in one assignment;

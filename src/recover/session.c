@@ -4,6 +4,8 @@
 
 #define DEFAULT_MAX_ATTEMPTS 64u
 #define MOST_ATTEMPTS 65536u
+#define DEFAULT_OOM_WAIT_MS 10000u
+#define MOST_OOM_WAIT_MS 3600000u
 #define DEFAULT_GROW_AFTER 16u
 #define DEFAULT_GROW_WAIT_MAX 1024u
 
@@ -50,6 +52,9 @@ static rebatch_status check_options(const rebatch_options *o)
     if (o->max_ooms_in_row > MOST_ATTEMPTS)
         return rbi_error(REBATCH_E_INVALID, "max_ooms_in_row is %u: expected at most %u",
                          o->max_ooms_in_row, MOST_ATTEMPTS);
+    if (o->oom_wait_ms > MOST_OOM_WAIT_MS)
+        return rbi_error(REBATCH_E_INVALID, "oom_wait_ms is %u: expected at most %u",
+                         o->oom_wait_ms, MOST_OOM_WAIT_MS);
     if (o->grow_after > o->grow_wait_max)
         return rbi_error(REBATCH_E_INVALID, "grow_after is %u: expected at most grow_wait_max, %u",
                          o->grow_after, o->grow_wait_max);
@@ -65,6 +70,8 @@ static void set_defaults(rebatch_options *o)
     rbi_limits_sort(o);
     if (o->max_attempts == 0)
         o->max_attempts = DEFAULT_MAX_ATTEMPTS;
+    if (o->oom_wait_ms == 0)
+        o->oom_wait_ms = DEFAULT_OOM_WAIT_MS;
     if (o->grow_after == 0)
         o->grow_after = o->grow_wait_max ? (uint32_t)rbi_min(DEFAULT_GROW_AFTER, o->grow_wait_max)
                                          : DEFAULT_GROW_AFTER;

@@ -117,6 +117,7 @@ Test(cli_config, show)
            "    lighten         = true;       # default\n"
            "    max_attempts    = 64;         # default\n"
            "    max_ooms_in_row = 0;          # default\n"
+           "    oom_wait_ms     = 10000;      # default\n"
            "};\n"
            "\n"
            "growth = {\n"

@@ -231,7 +231,8 @@ static void check_order(struct rig *rig, rebatch_status status)
             follow(&order, rig, call);
         if (i >= 2 && call->count && call[-1].answer == REBATCH_OOM &&
             call[-2].answer == REBATCH_OOM)
-            cr_assert(call->count != call[-1].count || call->count != call[-2].count,
+            cr_assert(call->count != call[-1].count || call->count != call[-2].count ||
+                          is_smallest(&rig->options, call->count),
                       "three times the same size: %s", script_trace(s));
     }
     cr_assert_leq(order.vain, rig->options.max_attempts ? rig->options.max_attempts : 64);

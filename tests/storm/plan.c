@@ -94,6 +94,7 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
     o->on_oom = storm_one_in(dice, 3)   ? REBATCH_ON_OOM_FIT
                 : storm_one_in(dice, 2) ? REBATCH_ON_OOM_DEFAULT
                                         : REBATCH_ON_OOM_HALVE;
+    o->oom_wait_ms = 1;
     o->admission = toggle(dice, 3);
     o->lighten = toggle(dice, 6);
     o->growth = toggle(dice, 8);

@@ -140,6 +140,7 @@ Test(config_documents, defaults_are_those_of_the_headers)
          "none: any size", "any"},
         {"recovery.max_ooms_in_row", "step.h", "uint32_t max_ooms_in_row;",
          "0: only max_attempts applies", "0"},
+        {"recovery.oom_wait_ms", "step.h", "uint32_t oom_wait_ms;", "0: 10,000", "10000"},
         {"memory.limit", "pool.h", "size_t limit_bytes;", "0: no limit", "none"},
         {"memory.headroom", "pool.h", "size_t headroom_bytes;", "0: none", "0"},
         {"memory.caching", "pool.h", "rebatch_toggle caching;", "default on", "true"},

@@ -42,6 +42,7 @@ static const struct value {
     {"recovery.lighten", "false", "false", "true"},
     {"recovery.max_attempts", "5", "5", "64"},
     {"recovery.max_ooms_in_row", "3", "3", "0"},
+    {"recovery.oom_wait_ms", "250", "250", "10000"},
     {"growth.enabled", "false", "false", "true"},
     {"growth.after", "3", "3", "16"},
     {"growth.wait_max", "100", "100", "1024"},
@@ -320,6 +321,7 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->micro_multiple_of == e->micro_multiple_of);
     cr_expect(memcmp(o->micro_allowed, e->micro_allowed, sizeof e->micro_allowed) == 0);
     cr_expect(o->max_ooms_in_row == e->max_ooms_in_row);
+    cr_expect(o->oom_wait_ms == e->oom_wait_ms);
     cr_expect(o->on_oom == e->on_oom);
     cr_expect(o->admission == e->admission);
     cr_expect(o->lighten == e->lighten);
@@ -354,6 +356,7 @@ Test(config_load, options_at_the_defaults)
         .admission = REBATCH_ON,
         .lighten = REBATCH_ON,
         .max_attempts = 64,
+        .oom_wait_ms = 10000,
         .growth = REBATCH_ON,
         .grow_after = 16,
         .grow_wait_max = 1024,
@@ -385,6 +388,7 @@ Test(config_load, options_of_every_setting)
         .micro_multiple_of = 32,
         .micro_allowed = {32, 64, 96, 128},
         .max_ooms_in_row = 3,
+        .oom_wait_ms = 250,
         .on_oom = REBATCH_ON_OOM_STOP,
         .admission = REBATCH_OFF,
         .lighten = REBATCH_OFF,
@@ -457,6 +461,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("batch.multiple_of", micro_multiple_of),
         MEMBER("batch.allowed", micro_allowed),
         MEMBER("recovery.max_ooms_in_row", max_ooms_in_row),
+        MEMBER("recovery.oom_wait_ms", oom_wait_ms),
         MEMBER("memory.limit", pool.limit_bytes),
         MEMBER("memory.headroom", pool.headroom_bytes),
         MEMBER("memory.caching", pool.caching),

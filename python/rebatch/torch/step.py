@@ -91,8 +91,8 @@ class Step:
 
     Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
     micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, admission,
-    growth, grow_after, grow_wait_max, max_attempts, max_ooms_in_row, log_level, log_file,
-    log_format.
+    growth, grow_after, grow_wait_max, max_attempts, max_ooms_in_row, oom_wait_ms, log_level,
+    log_file, log_format.
 
     With several ranks, all of them make the Step and call it together.
 

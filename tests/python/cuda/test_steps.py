@@ -3,6 +3,7 @@ pool (REBATCH_TEST_INSTALL=1). On a real GPU results are compared too; on the st
 kernels do nothing, it is memory, order and exceptions."""
 
 import contextlib
+import ctypes
 import gc
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rebatch.torch as rebatch
+from rebatch import _library
 from rebatch.torch.trainers.backward import Backward
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.program.update import first_update_bytes
@@ -815,3 +817,39 @@ def test_a_state_that_is_carried_in_the_batch_is_cut_along_batch_dim(kind):
             step((x, carried))
             assert step.report.micro == micro
             step.evaluate((x, carried))
+
+
+# ---- memory that others hold ----
+
+
+@pytest.mark.parametrize("holder", ("gives back", "keeps", "own"))
+def test_memory_that_others_hold_is_waited_for(holder):
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.mem_get_info()[0] - 64 * MIB
+    driver, pointer, retries = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), []
+    if holder == "own":
+        kept = torch.empty(held, dtype=torch.uint8, device="cuda")
+    else:
+        kept = None
+        assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(held)) == 0
+
+    def on_event(text, event):
+        if event.kind == _library.EventKind.RETRY:
+            retries.append(text)
+            if holder == "gives back" and len(retries) == 3:
+                assert driver.cuMemFree_v2(pointer) == 0
+
+    def loss_fn(model, x):
+        torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        return model(x).square().mean()
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, loss_fn, oom_wait_ms=20, on_event=on_event)
+    with contextlib.nullcontext() if holder == "gives back" else pytest.raises(rebatch.Exhausted):
+        step(torch.randn(1, 4, device="cuda"))
+    assert len(retries) == {"gives back": 3, "keeps": 5, "own": 0}[holder]
+    if holder == "keeps":
+        assert driver.cuMemFree_v2(pointer) == 0
+    del kept

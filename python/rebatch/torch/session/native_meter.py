@@ -25,6 +25,7 @@ class UnknownMeter:
 
     def __init__(self) -> None:
         self.asked_bytes = self.promised_bytes = 0
+        self.has_failed = False
         self.live_at_begin = self.ooms_at_begin = 0
         self.struct = c.Meter(
             begin=c.MeterBegin(lambda _phase, _size, _user: None),
@@ -66,6 +67,7 @@ class NativeMeter:
         self._is_fresh = False  # in this step
         self._retries_at_begin = 0
         self.asked_bytes = 0
+        self.has_failed = False  # the callback that runs
         self.promised_bytes = 0  # of what is available: to an optimizer, whose state is yet to come
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
@@ -105,7 +107,7 @@ class NativeMeter:
         return int(self._statistics()["num_ooms"])
 
     def _begin(self, phase: int, size: int, _user: Any) -> None:
-        self.asked_bytes = 0
+        self.asked_bytes, self.has_failed = 0, False
         self.live_at_begin = -1
         times = self._measured.get((phase, size), 0)
         self._is_measuring = self._is_measuring_step or times < _MEASUREMENTS
@@ -134,7 +136,15 @@ class NativeMeter:
         out[0].reserved_bytes = reserved["current"]
         out[0].reserved_peak_bytes = reserved["peak"] if self._is_measuring else 0
         out[0].asked_bytes = self.asked_bytes
+        if self.has_failed:  # only then: to ask the driver takes its time
+            out[0].outside_bytes = self._outside_bytes(reserved["current"], allocated["current"])
         return c.Status.OK
+
+    def _outside_bytes(self, reserved: int, allocated: int) -> int:
+        """What others hold of the device; 0 where the limit of this process comes first."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        limit = int(total * memory_fraction(self._device.index))
+        return 0 if limit - allocated <= free + reserved - allocated else total - free - reserved
 
     def available_bytes(self) -> int:
         """Memory that can be allocated, but for what is promised."""

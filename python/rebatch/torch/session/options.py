@@ -25,6 +25,7 @@ class SessionOptions(TypedDict, total=False):
     grow_wait_max: int
     max_attempts: int
     max_ooms_in_row: int
+    oom_wait_ms: int
     log_level: Literal["default", "quiet", "error", "warn", "info", "debug"]
     log_file: str | None
     log_format: Literal["text", "json"]

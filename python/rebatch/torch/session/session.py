@@ -134,6 +134,7 @@ def session_options(
     grow_wait_max: int = 0,
     max_attempts: int = 0,
     max_ooms_in_row: int = 0,
+    oom_wait_ms: int = 0,
     log_level: str = "default",
     log_file: Optional[str] = None,
     log_format: str = "text",
@@ -152,6 +153,7 @@ def session_options(
         grow_wait_max=_count("grow_wait_max", grow_wait_max, bits=32),
         max_attempts=_count("max_attempts", max_attempts, bits=32),
         max_ooms_in_row=_count("max_ooms_in_row", max_ooms_in_row, bits=32),
+        oom_wait_ms=_count("oom_wait_ms", oom_wait_ms, bits=32),
         log_level=_named("log_level", log_level, _log_levels),
         log_format=_named("log_format", log_format, {"text": 0, "json": 1}),
         log_file=os.fsencode(log_file) if log_file else None,
@@ -342,7 +344,7 @@ class Session:
         self.oom_text = str(error)
         self._raised_at = raised_by_program(error)
         if self.meter:
-            self.meter.asked_bytes = asked_bytes(error)
+            self.meter.asked_bytes, self.meter.has_failed = asked_bytes(error), True
             self.meter.measure_again()
         let_go(error)
 
