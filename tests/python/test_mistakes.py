@@ -458,7 +458,7 @@ def features():
             lambda: (torch.randn(16, 16, 8), torch.ones(16, 16).tril()),
             r"samples 0-7 of 16, which is cut in dimension 0 of batch\[0\], of shape "
             r"\(16, 16, 8\), "
-            r"dimension 0 of batch\[1\], of shape \(16, 16\): expected a batch without what has no",
+            r"dimension 0 of batch\[1\], of shape \(16, 16\): expected samples in each tensor",
         ),
         (
             of_features,

@@ -367,7 +367,10 @@ class Cut:
             for name, part in _with_samples(batch, "batch", self.reading)
         ]
         graph = next((name for name, tensor in batch_tensors(batch) if tensor.grad_fn), "")
-        what = "a batch without what has no samples, such as a mask, or `batch_dim` or `slice`"
+        what = (
+            "samples in each tensor of the batch, which a mask has not, and none in what loss_fn "
+            "keeps outside of it; `batch_dim` and `slice` cut otherwise"
+        )
         if graph:
             what = f"{graph} without its graph, which the first backward pass frees (detach())"
         elif self.reading == _FIELD and any(True for _ in _lists(batch)):
