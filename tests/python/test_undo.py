@@ -313,7 +313,7 @@ def test_state_of_the_wrong_kind_is_said_at_once(part):
         rebatch.Step(
             model,
             torch.optim.SGD(model.parameters(), 0.1),
-            len,
+            fgm,
             state=[torch.zeros(1), part],
         )
     with pytest.raises(TypeError, match="generators has a int: expected generators of PyTorch"):
