@@ -68,12 +68,12 @@ $(STORM): $(STORM_OBJ) $(STATIC)
 
 # Stand-ins for CUDA's driver, under its name. As in CUDA's, their functions are not taken by others
 # of the same names.
-TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole gpu leaky)
+TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole gpu told leaky)
 # One whose functions are.
 $(BUILD)/tests/drivers/leaky/libcuda.so.1: private SYMBOLIC :=
 $(TESTS): | $(TEST_DRIVERS)
 SYMBOLIC := -Wl,-Bsymbolic
-$(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,whole gpu leaky): tests/drivers/calls.c src/device/cuda_driver.h
+$(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,whole gpu told leaky): tests/drivers/calls.c src/device/cuda_driver.h
 DRIVER_CC = $(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared $(SYMBOLIC) \
     -Wl,-soname,$(@F) -o $@ $(filter %.c,$^) -ldl
 $(BUILD)/tests/drivers/leaky/libcuda.so.1: tests/drivers/gpu.c

@@ -136,3 +136,371 @@ Test(device_driver, shared_memory_that_the_machine_has_not_is_out_of_memory)
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
 }
+
+/* ---- with which arguments the driver is called ---- */
+
+#define PAGE ((size_t)2 << 20)
+
+/* A driver that writes down what it is asked, and its variables. */
+static void *told;
+static char *told_log;
+
+static unsigned long long *told_number(const char *name)
+{
+    unsigned long long *const number = dlsym(told, name);
+    cr_assert_not_null(number, "%s", name);
+    return number;
+}
+
+static rebatch_device *open_told(const rebatch_cuda_options *options)
+{
+    rebatch_device *device;
+    if (!told) {
+        told = load_driver("told");
+        told_log = dlsym(told, "driver_log");
+        ((int *)dlsym(told, "driver_attributes"))[102] = 1; /* virtual memory */
+        ((int *)dlsym(told, "driver_attributes"))[141] = 1; /* of the host, too */
+    }
+    told_log[0] = '\0';
+    cr_assert_eq(rebatch_device_open_cuda(&device, options), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    return device;
+}
+
+/* What the driver was asked since the last time, but for which context is current. */
+static void expect_told(const char *expected)
+{
+    static char rest[8192];
+    rest[0] = '\0';
+    for (char *line = strtok(told_log, "\n"); line; line = strtok(NULL, "\n"))
+        if (strncmp(line, "Ctx", 3) != 0 || strncmp(line, "CtxS", 4) == 0 ||
+            strncmp(line, "CtxR", 4) == 0)
+            (void)strcat(strcat(rest, line), "\n");
+    told_log[0] = '\0';
+    cr_expect_str_eq(rest, expected, "\n%sinstead of\n%s", rest, expected);
+}
+
+static void set_flag(void *flag)
+{
+    *(bool *)flag = true;
+}
+
+static rebatch_cuda_options third(void)
+{
+    rebatch_cuda_options options = REBATCH_CUDA_OPTIONS_INIT;
+    options.ordinal = 3;
+    return options;
+}
+
+Test(device_driver, a_gpu_is_opened_and_closed)
+{
+    const rebatch_cuda_options options = third();
+    rebatch_device *const device = open_told(&options);
+    int ordinal = 0;
+    expect_told("Init 0\nDeviceGetCount \nDeviceGet 3\nDeviceGetName 48 103\n"
+                "DevicePrimaryCtxRetain 103\nDeviceGetAttribute 18 103\n"
+                "DeviceGetAttribute 102 103\nMemGetAllocationGranularity type 1 at 1:3, 0\n"
+                "DeviceGetAttribute 141 103\nDeviceGetAttribute 134 103\n"
+                "MemGetAllocationGranularity type 1 at 3:0, 0\nDriverGetVersion \n");
+    cr_expect_str_eq(rebatch_device_name(device), "cuda:3 Told");
+    cr_expect_eq(strncmp(device->driver, "CUDA 12.8", 9), 0, "%s", device->driver);
+    cr_expect_eq(rbi_device_page_bytes(device), PAGE);
+    cr_expect_eq(rebatch_device_ordinal(&ordinal, device), REBATCH_OK);
+    cr_expect_eq(ordinal, 3);
+    cr_expect(rbi_device_has_contents(device) && !rbi_device_is_in_process(device));
+    rebatch_device_close(device);
+    expect_told("DevicePrimaryCtxRelease_v2 103\n");
+}
+
+/* Each of its calls once, in turn. */
+static rebatch_status call_all(rebatch_device *device, int upto)
+{
+    rebatch_memory_info info;
+    rebatch_stream stream = (rebatch_stream)8;
+    rbi_event event = (rbi_event)9;
+    rbi_physical physical = 11;
+    void *memory = (void *)0x10000;
+    bool is_called = false, is_done = false;
+    switch (upto) {
+    case 0:
+        return rebatch_device_memory(device, &info);
+    case 1:
+        return rbi_device_alloc(device, &memory, 700);
+    case 2:
+        return rbi_device_free(device, (void *)0x5000, 700);
+    case 3:
+        return rebatch_copy(device, (void *)0x5000, memory, 600, stream);
+    case 4:
+        return rebatch_fill(device, (void *)0x5000, 201, 500, stream);
+    case 5:
+        return rebatch_pinned_alloc(&memory, device, 4096);
+    case 6:
+        return rebatch_pinned_free(device, (void *)0x6000, 4096);
+    case 7:
+        return rbi_device_reserve(device, &memory, 2 * PAGE);
+    case 8:
+        return rbi_device_create_physical(device, &physical, PAGE);
+    case 9:
+        return rbi_device_map(device, memory, PAGE, physical);
+    case 10:
+        return rbi_device_set_access(device, memory, PAGE);
+    case 11:
+        return rbi_device_unmap(device, memory, PAGE);
+    case 12:
+        return rbi_device_release_physical(device, physical, PAGE);
+    case 13:
+        return rbi_device_create_host(device, &physical, PAGE);
+    case 14:
+        return rbi_device_release_host(device, physical, PAGE);
+    case 15:
+        return rbi_device_unreserve(device, memory, 2 * PAGE);
+    case 16:
+        return rbi_device_synchronize(device);
+    case 17:
+        return rebatch_stream_create(&stream, device);
+    case 18:
+        return rebatch_stream_synchronize(device, stream);
+    case 19:
+        return rebatch_stream_call(device, stream, set_flag, &is_called) ? REBATCH_E_DEVICE
+               : is_called                                               ? REBATCH_OK
+                                                                         : REBATCH_E_STATE;
+    case 20:
+        return rbi_event_create(device, &event);
+    case 21:
+        return rbi_event_record(device, event, stream);
+    case 22:
+        return rbi_event_record_all(device, event);
+    case 23:
+        return rbi_event_query(device, event, &is_done) ? REBATCH_E_DEVICE
+               : is_done                                ? REBATCH_OK
+                                                        : REBATCH_E_STATE;
+    default:
+        return rbi_event_synchronize(device, event);
+    }
+}
+
+static const char *const calls[] = {
+    "MemGetInfo_v2 \n",
+    "MemAlloc_v2 700\n",
+    "MemFree_v2 0x5000\n",
+    "MemcpyAsync 0x5000 0x10000 600 8\n",
+    "MemsetD8Async 0x5000 201 500 8\n",
+    "MemHostAlloc 4096 3\n",
+    "MemFreeHost 0x6000\n",
+    "MemAddressReserve 4194304 0 0 0\n",
+    "MemCreate 2097152 type 1 at 1:3, 0\n",
+    "MemMap 0x10000 2097152 0 11 0\n",
+    "MemSetAccess 0x10000 2097152 1:3=3\n",
+    "MemUnmap 0x10000 2097152\n",
+    "MemRelease 11\n",
+    "MemCreate 2097152 type 1 at 3:0, 0\n",
+    "MemRelease 11\n",
+    "MemAddressFree 0x10000 4194304\n",
+    "CtxSynchronize \n",
+    "StreamCreate 1\n",
+    "StreamSynchronize 8\n",
+    "LaunchHostFunc 8\n",
+    "EventCreate 2\n",
+    "EventRecord 9 8\n",
+    "CtxRecordEvent 7 9\n",
+    "EventQuery 9\n",
+    "EventSynchronize 9\n",
+};
+#define CALLS (int)(sizeof calls / sizeof *calls)
+
+static size_t used_of(rebatch_device *device)
+{
+    rebatch_memory_info info;
+    (void)rebatch_device_memory(device, &info);
+    return info.used_bytes;
+}
+
+Test(device_driver, each_call_has_the_arguments_that_the_driver_takes)
+{
+    static const size_t used[] = {0, 700, 0, 0, 0, 0, 0, 0, PAGE, PAGE, PAGE, PAGE, 0};
+    const rebatch_cuda_options options = third();
+    rebatch_device *const device = open_told(&options);
+    told_log[0] = '\0';
+    for (int i = 0; i < CALLS; i++) {
+        cr_expect_eq(call_all(device, i), REBATCH_OK, "%s%s", calls[i], rebatch_last_error());
+        expect_told(calls[i]);
+        cr_expect_eq(used_of(device), i <= 12 ? used[i] : 0, "%s", calls[i]);
+        told_log[0] = '\0';
+    }
+    rebatch_stream_destroy(device, (rebatch_stream)8);
+    expect_told("StreamSynchronize 8\nStreamDestroy_v2 8\n");
+    rbi_event_destroy(device, (rbi_event)9);
+    expect_told("EventDestroy_v2 9\n");
+    rebatch_memory_info info;
+    cr_expect_eq(rebatch_device_memory(device, &info), REBATCH_OK);
+    cr_expect(info.free_bytes == 3000 && info.total_bytes == 4000);
+    rebatch_device_close(device);
+}
+
+/* The GPU's context is current for one call, and whatever was current comes back. */
+Test(device_driver, the_context_is_current_for_a_call)
+{
+    static const struct {
+        unsigned long long current;
+        const char *fails, *said;
+        rebatch_status status;
+    } rows[] = {
+        {7, "", "CtxGetCurrent \nStreamSynchronize 8\n", REBATCH_OK},
+        {0, "", "CtxGetCurrent \nCtxPushCurrent_v2 7\nStreamSynchronize 8\nCtxPopCurrent_v2 \n",
+         REBATCH_OK},
+        {0, "cuStreamSynchronize",
+         "CtxGetCurrent \nCtxPushCurrent_v2 7\nStreamSynchronize 8\nCtxPopCurrent_v2 \n",
+         REBATCH_E_DEVICE},
+        {0, "cuCtxGetCurrent", "CtxGetCurrent \n", REBATCH_E_DEVICE},
+        {0, "cuCtxPushCurrent_v2", "CtxGetCurrent \nCtxPushCurrent_v2 7\n", REBATCH_E_DEVICE},
+    };
+    rebatch_device *const device = open_told(NULL);
+    set_variable(told, "driver_code", 999);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        *told_number("driver_context") = rows[i].current;
+        (void)strcpy(dlsym(told, "driver_fails"), rows[i].fails);
+        told_log[0] = '\0';
+        cr_expect_eq(rebatch_stream_synchronize(device, (rebatch_stream)8), rows[i].status);
+        cr_expect_str_eq(told_log, rows[i].said, "row %zu: %s", i, told_log);
+    }
+    (void)strcpy(dlsym(told, "driver_fails"), "");
+    rebatch_device_close(device);
+}
+
+/* What fails gives the driver's code, and no memory is taken for given. */
+Test(device_driver, each_call_may_fail)
+{
+    static const struct {
+        int code;
+        rebatch_status status;
+    } rows[] = {{2, REBATCH_OOM}, {999, REBATCH_E_DEVICE}, {719, REBATCH_E_DEVICE_LOST}};
+    rebatch_device *const device = open_told(NULL);
+    for (int i = 0; i < CALLS; i++) {
+        char *const symbol = dlsym(told, "driver_fails");
+        const size_t length = strcspn(calls[i], " ");
+        for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
+            const size_t used = used_of(device);
+            (void)snprintf(symbol, 64, "cu%.*s", (int)length, calls[i]);
+            set_variable(told, "driver_code", rows[r].code);
+            const rebatch_status status = call_all(device, i);
+            const bool is_asked = i == 19 || i == 23; /* of which the codes are put together */
+            const rebatch_status expected = is_asked                      ? REBATCH_E_DEVICE
+                                            : i == 5 && rows[r].code == 2 ? REBATCH_E_HOST_OOM
+                                                                          : rows[r].status;
+            cr_expect_eq(status, expected, "%s answers %d: %s", symbol, rows[r].code,
+                         rebatch_status_name(status));
+            symbol[0] = told_log[0] = '\0';
+            cr_expect_eq(used_of(device), used, "%s", calls[i]);
+        }
+        (void)call_all(device, i);
+    }
+    rebatch_device_close(device);
+}
+
+Test(device_driver, an_event_that_is_not_reached_is_no_error)
+{
+    bool is_done = true;
+    rebatch_device *const device = open_told(NULL);
+    set_variable(told, "driver_code", 600);
+    (void)strcpy(dlsym(told, "driver_fails"), "cuEventQuery");
+    cr_expect_eq(rbi_event_query(device, (rbi_event)9, &is_done), REBATCH_OK);
+    cr_expect_not(is_done);
+    rebatch_device_close(device);
+}
+
+static int kept_error(void)
+{
+    return 2;
+}
+
+Test(device_driver, the_error_that_the_runtime_keeps_is_taken)
+{
+    rebatch_cuda_options options = REBATCH_CUDA_OPTIONS_INIT;
+    rebatch_device *device = open_told(&options);
+    cr_expect_eq(rbi_device_take_last_error(device), REBATCH_OK);
+    rebatch_device_close(device);
+    options.take_last_error = kept_error;
+    device = open_told(&options);
+    cr_expect_eq(rbi_device_take_last_error(device), REBATCH_OOM);
+    rebatch_device_close(device);
+}
+
+/* What a GPU and its driver have, by attributes: 18 memory of the machine, 102 virtual memory, 134
+ * the host's node, 141 virtual memory of the host; and by the pages of both. */
+Test(device_driver, abilities_are_as_the_driver_says)
+{
+    static const struct {
+        int integrated, virtual, node, host;
+        unsigned long long page, host_page;
+        size_t page_bytes;
+        bool has_virtual, has_host;
+    } rows[] = {
+        {0, 1, 0, 1, PAGE, PAGE, PAGE, true, true},
+        {0, 1, 2, 1, PAGE, PAGE / 2, PAGE, true, true},
+        {0, 1, -1, 1, PAGE, PAGE, PAGE, true, true},
+        {0, 1, 0, 0, PAGE, PAGE, PAGE, true, false},
+        {0, 1, 0, 1, PAGE, 2 * PAGE, PAGE, true, false},
+        {0, 1, 0, 1, PAGE, 0, PAGE, true, false},
+        {0, 1, 0, 1, 2 * PAGE, PAGE, 2 * PAGE, true, true},
+        {0, 1, 0, 1, 0, PAGE, PAGE, false, false},
+        {0, 0, 0, 1, 2 * PAGE, PAGE, PAGE, false, false},
+        {1, 1, 0, 1, PAGE, PAGE, PAGE, true, false},
+    };
+    rebatch_device_close(open_told(NULL));
+    int *const attributes = dlsym(told, "driver_attributes");
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char said[64];
+        attributes[18] = rows[i].integrated;
+        attributes[102] = rows[i].virtual;
+        attributes[134] = rows[i].node;
+        attributes[141] = rows[i].host;
+        *told_number("driver_page") = rows[i].page;
+        *told_number("driver_host_page") = rows[i].host_page;
+        rebatch_device *const device = open_told(NULL);
+        cr_expect_eq(rbi_device_page_bytes(device), rows[i].page_bytes, "row %zu", i);
+        cr_expect_eq(rbi_device_has_virtual_memory(device), rows[i].has_virtual, "row %zu", i);
+        cr_expect_eq(rbi_device_has_overflow(device), rows[i].has_host, "row %zu", i);
+        if (rows[i].has_host) {
+            rbi_physical physical;
+            told_log[0] = '\0';
+            cr_expect_eq(rbi_device_create_host(device, &physical, PAGE), REBATCH_OK);
+            (void)snprintf(said, sizeof said, "MemCreate %zu type 1 at 3:%d, 0\n", PAGE,
+                           rows[i].node > 0 ? rows[i].node : 0);
+            expect_told(said);
+            cr_expect_gt(rbi_device_host_room(device), 0);
+        }
+        rebatch_device_close(device);
+    }
+}
+
+/* Up to 31 others, each once, of which the GPU itself is none. */
+Test(device_driver, other_gpus_get_access_once_each)
+{
+    char expected[512] = "MemSetAccess 0x10000 2097152 1:3=3";
+    const rebatch_cuda_options options = third();
+    rebatch_device *const device = open_told(&options);
+    void *const memory = (void *)0x10000;
+    told_log[0] = '\0';
+    set_variable(told, "driver_reaches", 0);
+    cr_expect_eq(rbi_device_allow_peer(device, 5), REBATCH_E_UNSUPPORTED);
+    cr_expect_str_eq(rebatch_last_error(), "GPU 5 cannot reach the memory of GPU 3");
+    cr_expect_eq(rbi_device_allow_peer(device, 3), REBATCH_OK);
+    expect_told("DeviceGet 5\nDeviceCanAccessPeer 105 103\nDeviceGet 3\n");
+    set_variable(told, "driver_reaches", 1);
+    for (int peer = 0, count = 0; count < 31; peer++) {
+        char one[16];
+        cr_assert_eq(rbi_device_allow_peer(device, peer), REBATCH_OK);
+        cr_assert_eq(rbi_device_allow_peer(device, peer), REBATCH_OK); /* again */
+        if (peer == 3)
+            continue;
+        (void)snprintf(one, sizeof one, " 1:%d=3", peer + 100);
+        (void)strcat(expected, one);
+        count++;
+    }
+    told_log[0] = '\0';
+    cr_expect_eq(rbi_device_set_access(device, memory, PAGE), REBATCH_OK);
+    expect_told(strcat(expected, "\n"));
+    cr_expect_eq(rbi_device_allow_peer(device, 38), REBATCH_E_UNSUPPORTED);
+    cr_expect_str_eq(rebatch_last_error(), "31 other GPUs have access: expected no more");
+    rebatch_device_close(device);
+}
