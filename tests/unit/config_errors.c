@@ -410,6 +410,20 @@ Test(config_errors, texts_that_are_none)
               rebatch_last_error());
 }
 
+#define QUOTED                                                                                     \
+    ", with a quote, a backslash or a control character: expected text, 1 to 600 bytes, or "       \
+    "\"none\""
+
+Test(config_errors, text_ends_with_its_quote)
+{
+    static const struct mistake list[] = {
+        {"log = { file = \"a\\\"b # c\"; };", "t.cfg:1: log.file is \"a\"b # c\"" QUOTED},
+        {"log = { file = \"a\\\\\"; };\n# \"", "t.cfg:1: log.file is \"a\\\"" QUOTED},
+        {"\nlog = { file = \"a\\nb\"; };", "t.cfg:2: log.file is \"a\\x0ab\"" QUOTED},
+    };
+    EXPECT_MISTAKES(list);
+}
+
 Test(config_errors, files_that_cannot_be_read)
 {
     expect_failure("not-there.cfg", REBATCH_E_IO,

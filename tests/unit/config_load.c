@@ -178,6 +178,28 @@ Test(config_load, ways_to_write_a_value)
     rebatch_config_free(config);
 }
 
+/* What looks like something else in text is text. */
+Test(config_load, ways_to_write_text)
+{
+    static const struct {
+        const char *written, *text;
+    } rows[] = {{"a /* b */ # c // d", "a /* b */ # c // d"},
+                {"@include 0x10 007", "@include 0x10 007"},
+                {"\\x41b", "Ab"},
+                {"99999999999", "99999999999"}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char text[128], value[64];
+        (void)snprintf(text, sizeof text, "log = { file = \"%s\"; }; # \"\nbatch = { start = 8; };",
+                       rows[i].written);
+        (void)snprintf(value, sizeof value, "\"%s\"", rows[i].text);
+        config_write("t.cfg", text);
+        rebatch_config *config = load("t.cfg");
+        expect_value(config, "log.file", value, "t.cfg:1");
+        expect_value(config, "batch.start", "8", "t.cfg:2");
+        rebatch_config_free(config);
+    }
+}
+
 Test(config_load, included_files_and_their_lines)
 {
     config_write("more.cfg", "\n\nmemory = { limit = \"90%\"; };\n");
@@ -499,6 +521,16 @@ Test(config_load, options_of_one_setting_at_a_time)
         cr_expect(memcmp(changed, before, members[i].size) != 0, "%s changes nothing", value->key);
         memcpy(changed, before, members[i].size);
         cr_expect(memcmp(&a, &b, sizeof a) == 0, "%s changes something else", value->key);
+        /* What it overrides is the same option, and no other. */
+        cr_assert(rebatch_config_options(&b, config) == REBATCH_OK);
+        memset(&a, 0x5a, sizeof a);
+        rebatch_options overridden = a;
+        rbi_config_override(&overridden, config);
+        memcpy((char *)&a + members[i].at, changed, members[i].size);
+        if (strcmp(value->key, "memory.limit") == 0) /* which is two */
+            a.pool.limit_permille = b.pool.limit_permille;
+        cr_expect(memcmp(&a, &overridden, sizeof a) == 0, "%s overrides something else",
+                  value->key);
         rebatch_config_free(config);
     }
     rebatch_config_free(defaults);

@@ -37,6 +37,7 @@ static struct lazy {
     size_t use_count;
     unsigned char *mapped; /* by page */
     uint64_t event_calls;
+    size_t events; /* made and not destroyed */
 } lazy;
 
 static struct rebatch_stream_object *stream_of(rebatch_stream stream)
@@ -190,12 +191,14 @@ static rebatch_status lazy_event_create(void *self, rbi_event *out)
     (void)self;
     lazy.event_calls++;
     *out = calloc(1, sizeof **out);
+    lazy.events += *out != NULL;
     return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
 }
 
 static void lazy_event_destroy(void *self, rbi_event event)
 {
     (void)self;
+    lazy.events -= event != NULL;
     free(event);
 }
 
@@ -289,6 +292,7 @@ void lazy_close(rebatch_device *device)
     rebatch_memory_info info;
     cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
     cr_assert_eq(info.used_bytes, 0, "%zu bytes are left", (size_t)info.used_bytes);
+    cr_assert_eq(lazy.events, 0, "%zu events are left", lazy.events);
     free(lazy.mapped);
     device->ops = lazy.dry;
     rebatch_device_close(device);

@@ -21,6 +21,53 @@ Test(probe_model, a_line_never_wraps)
     cr_assert_eq(rbi_line_at(&falling, 9), 0);
 }
 
+/* The mean of all lines that are less than one unit below each size, and not below zero at no
+ * samples: by a grid of them, through base bytes less `below`. */
+static void mean_of_lines(double *below, double *slope, const struct rbi_points *points)
+{
+    const struct rbi_point *const base = &points->at[points->base];
+    const double most = (double)base->bytes / (double)base->count;
+    size_t count = 0;
+    *below = *slope = 0;
+    for (double b = 0.25; b < (double)points->unit; b += 1)
+        for (double s = most / 4000; s < most; s += most / 2000) {
+            bool fits = (double)base->bytes - b - s * (double)base->count >= 0;
+            for (size_t i = 0; i < points->count; i++) {
+                const double samples = (double)points->at[i].count - (double)base->count;
+                const double above =
+                    (double)points->at[i].bytes - ((double)base->bytes - b) - s * samples;
+                fits &= above >= 0 && above < (double)points->unit;
+            }
+            if (!fits)
+                continue;
+            *below += b;
+            *slope += s;
+            count++;
+        }
+    cr_assert_gt(count, 100);
+    *below /= (double)count;
+    *slope /= (double)count;
+}
+
+Test(probe_model, of_the_lines_that_round_to_all_sizes_the_middle_is_taken)
+{
+    static const struct rbi_points rows[] = {
+        {.at = {{4, 4096}, {8, 6656}, {16, 12288}}, .count = 3, .base = 2, .unit = 512},
+        {.at = {{4, 4096}, {8, 6656}, {16, 12288}}, .count = 3, .base = 0, .unit = 512},
+        {.at = {{3, 8192}, {7, 12288}, {15, 22528}}, .count = 3, .base = 1, .unit = 2048},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        double below, slope;
+        const struct rbi_line line = rbi_line_fit(&rows[i]);
+        mean_of_lines(&below, &slope, &rows[i]);
+        cr_assert_eq(line.unit, rows[i].unit, "row %zu", i);
+        const double got = (double)((int64_t)rows[i].at[rows[i].base].bytes - line.bytes);
+        const double rises = (double)line.rise / (double)line.run;
+        cr_expect(got > below - 4 && got < below + 4, "row %zu: %g, %g", i, got, below);
+        cr_expect(rises > 0.98 * slope && rises < 1.02 * slope, "row %zu: %g, %g", i, rises, slope);
+    }
+}
+
 /* Allocates each size, then frees all, on a dry pool. `kept` is made first and stays. */
 static void make_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count, size_t kept,
                        const size_t *sizes, size_t n)
