@@ -229,6 +229,45 @@ static rebatch_status abandon(struct rank *r)
     return rebatch_abandon_step(r->rb, "its data cannot be read");
 }
 
+static rebatch_status fail_and_leave_memory(struct rank *r, enum rank_place place)
+{
+    void *left;
+    if (place == *(const enum rank_place *)r->inside_user)
+        return RANK_STATUS;
+    return place == RANK_ABANDONED
+               ? rebatch_pool_alloc(&left, rebatch_get_pool(r->rb), 1 << 20, NULL, 0)
+               : REBATCH_OK;
+}
+
+/* A rank that has failed in a callback, before its first one, or without a step. */
+Test(ranks_fail, what_is_allocated_for_a_reduction_that_was_abandoned_is_taken_back)
+{
+    static const struct {
+        enum rank_place place;
+        bool fails_to_save, abandons;
+    } rows[] = {{RANK_ZERO, false, false},
+                {RANK_FORWARD, false, false},
+                {RANK_UPDATE, true, false},
+                {RANK_UPDATE, false, true}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        bool fails = rows[i].fails_to_save;
+        enum rank_place place = rows[i].place;
+        rebatch_guard_ops guard = {sizeof guard, save_nothing, save_nothing};
+        OPEN_WITH(open, ranks, ranks, 2);
+        struct rank *const r = &ranks.rank[1];
+        r->ops.reduce = reduce_nothing;
+        OK(rebatch_guard_with(r->rb, &guard, &fails));
+        r->inside = fail_and_leave_memory;
+        r->inside_user = &place;
+        r->act = rows[i].abandons ? abandon : NULL;
+        const uint64_t before = live_bytes_of(r->rb);
+        ranks_step(&ranks);
+        cr_expect_eq(ranks.rank[0].status, REBATCH_E_PEER, "row %zu", i);
+        cr_expect_eq(r->abandons, !rows[i].abandons, "row %zu", i);
+        cr_expect_eq(live_bytes_of(r->rb), before, "row %zu", i);
+    }
+}
+
 Test(ranks_fail, a_rank_can_abandon_a_step_before_it)
 {
     OPEN_WITH(open, ranks, ranks, 3);
