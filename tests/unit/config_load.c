@@ -536,6 +536,30 @@ Test(config_load, options_of_one_setting_at_a_time)
     rebatch_config_free(defaults);
 }
 
+/* A program's options may have no pool's, or an older and shorter struct of them. */
+Test(config_load, the_struct_of_a_pool_is_that_of_the_program)
+{
+    static const struct {
+        size_t given, overridden, filled;
+    } rows[] = {
+        {0, sizeof(rebatch_pool_options), sizeof(rebatch_pool_options)},
+        {24, 24, sizeof(rebatch_pool_options)},
+        {sizeof(rebatch_pool_options), sizeof(rebatch_pool_options), sizeof(rebatch_pool_options)}};
+    setenv("REBATCH_MEMORY_LIMIT", "22GiB", 1);
+    rebatch_config *config = load(NULL);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        rebatch_options overridden = REBATCH_OPTIONS_INIT;
+        overridden.pool.struct_size = rows[i].given;
+        rebatch_options filled = overridden;
+        rbi_config_override(&overridden, config);
+        cr_expect_eq(overridden.pool.struct_size, rows[i].overridden, "row %zu", i);
+        cr_expect_eq(overridden.pool.limit_bytes, (size_t)22 << 30, "row %zu", i);
+        cr_assert_eq(rebatch_config_options(&filled, config), REBATCH_OK);
+        cr_expect_eq(filled.pool.struct_size, rows[i].filled, "row %zu", i);
+    }
+    rebatch_config_free(config);
+}
+
 Test(config_load, on_oom_says_each_of_its_choices)
 {
     static const struct {
