@@ -46,8 +46,8 @@ REBATCH_API rebatch *rebatch_get_current(void);
 REBATCH_API void rebatch_escape_on_oom(int code);
 
 /** rebatch_escape_on_oom() for a code of cuBLAS or cuBLASLt, whose numbers mean other things. In
- *  C++, wrap.h has overloads of rebatch_escape_on_oom() for the types of these codes, and refuses to
- *  compile it for a type whose header was not included before wrap.h.
+ *  C++, wrap.h has overloads of rebatch_escape_on_oom() for the types of these codes, and refuses
+ *  to compile it for a type whose header was not included before wrap.h.
  *  @param code  a cublasStatus_t */
 REBATCH_API void rebatch_escape_on_cublas_oom(int code);
 
