@@ -424,8 +424,9 @@ static int open_report(void)
     int ends[2];
     struct stat about;
     cr_assert_eq(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);
-    cr_assert_eq(fstat(ends[1], &about), 0);
-    (void)snprintf(text, sizeof text, "%d:%llu", ends[1], (unsigned long long)about.st_ino);
+    cr_assert_eq(dup2(ends[1], 0), 0); /* the least descriptor that there is */
+    cr_assert_eq(fstat(0, &about), 0);
+    (void)snprintf(text, sizeof text, "0:%llu", (unsigned long long)about.st_ino);
     setenv("REBATCH_REPORT_FD", text, 1);
     return ends[0];
 }
@@ -526,6 +527,9 @@ Test(launch, what_was_injected_is_said_at_the_end)
          "rebatch run: 52 failures injected, 52 survived; 52 OOMs in all, 162.5% of the samples "
          "ran "
          "again, ~ ms lost; 3 steps\n"},
+        {"REBATCH_RUN_OOM_CHANCE", "0.0001%", 0,
+         "rebatch run: 0 failures injected, 0 survived (callbacks made 3 requests); 0 OOMs in all, "
+         "0.0% of the samples ran again, ~ ms lost; 3 steps\n"},
         {"REBATCH_RUN_SHRINK", "25%@step:1", 0,
          "rebatch run: 0 failures injected, 0 survived; 1 OOM in all, 0.0% of the samples ran "
          "again, ~ ms lost; 3 steps\n"},
