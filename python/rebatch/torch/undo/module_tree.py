@@ -25,6 +25,7 @@ from rebatch.torch.undo.contents import (
     ATOMS,
     MISSING,
     Contents,
+    contents_of,
     hold_same,
     entries_of,
     entry_of,
@@ -195,6 +196,20 @@ class Held:
             for place, value in self.values(prefixes):
                 if id(value) in moved:
                     yield Place(place.name, place.table, place.key)
+
+    def moved(self, prefixes: Dict[int, str]) -> Iterator[Place]:
+        """Attributes that are others now, or hold others."""
+        for (i, attributes, key), value in zip(self._attributes, self._values):
+            if value is not _NO_DATA and attributes.get(key, MISSING) is not value:
+                yield Place(prefixes.get(id(self.holders[i]), "") + key, attributes, key)
+        moved = {
+            key
+            for key, (value, entries) in self._contents.items()
+            if not (is_generator(value) or hold_same(value, entries, contents_of(value)))
+        }
+        for place, value in self.values(prefixes) if moved else ():
+            if id(value) in moved:
+                yield Place(place.name, place.table, place.key)
 
     def _has_entries_of(self, later: "Held") -> bool:
         are_same = self._live is later._live and self._attributes is later._attributes

@@ -38,6 +38,8 @@ from rebatch.torch.undo.module_tree import Held, Place, Tree, is_compiled, uniqu
 
 # Steps of each mode, training or evaluation, in which everything is looked at.
 _LOOKS = 3
+# Looks at attributes within an attempt, when modules run.
+_LOOKS_WITHIN = 16
 # So much of what might change is copied to the host in the first step.
 _FIRST_BYTES = 512 << 20
 
@@ -136,11 +138,15 @@ class _Flags:
 
 
 class _Watch:
-    """Finds parameters whose contents are others when a module runs than before the attempt: a
-    loss_fn that perturbs them through .data, and puts them back, leaves no other trace."""
+    """Finds what is another when a module runs than before the attempt: parameters that a loss_fn
+    perturbs through .data, and puts back, and attributes that a pair of hooks switches on and off.
+    That leaves no other trace."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module], sums: Dict[int, Optional[int]]):
-        self._before = sums
+    def __init__(self, tree: Tree, held: Held, sums: Dict[int, Optional[int]]):
+        modules = tree.modules
+        self._tree, self._held, self._before = tree, held, sums
+        self._calls, self._gap = 0, 1 + len(modules) // _LOOKS_WITHIN
+        self.moved: List[Place] = []  # attributes
         self._tensors: List[torch.Tensor] = []
         self._sums: List[Optional[torch.Tensor]] = []
         self._handles: List[Any] = []
@@ -154,6 +160,9 @@ class _Watch:
     def _look(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self._calls % self._gap == 0 and self._calls < self._gap * _LOOKS_WITHIN:
+            self.moved += self._held.moved(self._tree.prefixes())
+        self._calls += 1
         own = [p for p in module._parameters.values() if p is not None]
         self._tensors += own
         self._sums += lazy_sums_of(own)
@@ -410,7 +419,7 @@ class Undo:
             self._running, self._now = look, None
             if is_watching and look.sums is not None:
                 sums = {id(t): total for t, total in zip(look.tensors, look.sums)}
-                self._watch = _Watch(self.tree.modules, sums)
+                self._watch = _Watch(self.tree, look.held, sums)
         elif is_first:
             self._copy_first(look.held)
 
@@ -518,6 +527,7 @@ class Undo:
         if watch is None:
             return []
         self._unwatched.discard(self._is_training)
+        self._moving.update(((id(p.table), p.key), p) for p in watch.moved)
         return watch.found()
 
     def _end_watch(self) -> None:
