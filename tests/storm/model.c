@@ -99,10 +99,12 @@ static rebatch_status fail_as(struct storm *s, const struct storm_fault *fault,
     const rebatch_status status = own ? STORM_STATUS : REBATCH_OOM;
     if (fault->manner == STORM_POOL && storm_alloc(s, STORM_IMPOSSIBLE_BYTES))
         storm_fail(s, "the pool gave what there is not");
-    if (callback == STORM_LIGHTEN || callback == STORM_RESIZE)
+    if (callback == STORM_LIGHTEN || callback == STORM_RESIZE) {
         storm_memory_leave(s);
-    else
+        s->has_answered_own |= own && !s->is_updated;
+    } else {
         (void)conclude(s, callback, has_mutated, 0, status);
+    }
     if (fault->manner == STORM_ESCAPE || fault->manner == STORM_OWN_ESCAPE) {
         escape_from(s, 3, status);
         storm_fail(s, "rebatch_escape() came back: %s", rebatch_last_error());
@@ -511,8 +513,6 @@ static rebatch_status lighten(unsigned level, void *user)
         return REBATCH_E_UNSUPPORTED;
     const struct storm_fault *const fault = due(s, STORM_LIGHTEN, 1);
     const bool fails = fault && fault->manner != STORM_SWALLOW;
-    if (fails && (fault->manner == STORM_OWN || fault->manner == STORM_OWN_ESCAPE))
-        s->has_answered_own |= !s->is_updated;
     if (fails && !s->plan.is_sloppy)
         return fail_as(s, fault, STORM_LIGHTEN, false);
     if (!storm_temp(s, 600) || move_to(s, level)) {
@@ -548,8 +548,6 @@ static rebatch_status resize(size_t samples, void *user)
     move_room(s);
     const struct storm_fault *const fault = due(s, STORM_RESIZE, samples);
     const bool fails = fault && fault->manner != STORM_SWALLOW;
-    if (fails && (fault->manner == STORM_OWN || fault->manner == STORM_OWN_ESCAPE))
-        s->has_answered_own |= !s->is_updated;
     if (fails && !fault->is_late)
         return fail_as(s, fault, STORM_RESIZE, false);
     const bool is_made = storm_buffers_make(s, &s->buffers, samples);
