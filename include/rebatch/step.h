@@ -296,10 +296,10 @@ typedef struct rebatch_event {
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of RETRY: after
-                                   which wait, or NULL; of LEAK: what grows; of LATE_FREE: the address; of OVERFLOW: how
-                                   much; of an OOM event of a map whose phase is ADMISSION or
-                                   RESIZE: "(in map)"; of EXHAUSTED: "(in lockstep)" there; else
-                                   NULL */
+                                   which wait, or NULL; of LEAK: what grows; of LATE_FREE: the
+                                   address; of OVERFLOW: how much; of an OOM event of a map whose
+                                   phase is ADMISSION or RESIZE: "(in map)"; of EXHAUSTED:
+                                   "(in lockstep)" there; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */

@@ -118,7 +118,8 @@ Test(step_waits, what_it_waits_is_time_that_is_lost)
     cr_expect_geq(report.lost_ns, 39000000u);
 }
 
-/* It would not fit without the others, or a limit of one's own is what is short, or "stop" says it. */
+/* It would not fit without the others, or a limit of one's own is what is short, or "stop" says
+ * it. */
 Test(step_waits, what_others_cannot_give_is_not_waited_for)
 {
     const struct {
