@@ -317,7 +317,7 @@ def test_state_of_the_wrong_kind_is_said_at_once(part):
             state=[torch.zeros(1), part],
         )
     with pytest.raises(TypeError, match="generators has a int: expected generators of PyTorch"):
-        rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), len, generators=[3])
+        rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), fgm, generators=[3])
 
 
 def late(change_of, begins=3):
