@@ -718,3 +718,81 @@ Test(check_mistakes, a_trainer_without_one_has_none)
         cr_expect_eq(report.micro == BATCH, limits[i] == 0);
     }
 }
+
+/* ---- gradients that the step makes, and what has no name ---- */
+
+/* Where the gradient is made, of a step whose micro-batches end with their memory. */
+enum place { IN_ZERO_GRAD, IN_ZERO_GRAD_WITHOUT_A_GUARD, IN_FORWARD_BACKWARD, PLACES };
+
+struct maker {
+    rebatch *rb;
+    rebatch_device *device;
+    enum place place;
+    float *gradient;
+    double loss; /* which nobody watches, and which an OOM leaves changed */
+};
+
+CLOSE_BOTH(maker)
+
+static rebatch_status make_gradient(struct maker *m)
+{
+    void *memory;
+    if (m->gradient)
+        return REBATCH_OK;
+    const rebatch_status status =
+        rebatch_pool_alloc(&memory, rebatch_get_pool(m->rb), FEATURE_BYTES, NULL, 0);
+    if (!status)
+        m->gradient = memset(memory, 0, FEATURE_BYTES);
+    return status;
+}
+
+static rebatch_status clear_made(void *user)
+{
+    struct maker *m = user;
+    const rebatch_status status = m->place == IN_FORWARD_BACKWARD ? REBATCH_OK : make_gradient(m);
+    m->loss = 0;
+    if (!status && m->gradient)
+        memset(m->gradient, 0, FEATURE_BYTES);
+    return status;
+}
+
+static rebatch_status add_made(const rebatch_microbatch *mb, void *user)
+{
+    struct maker *m = user;
+    float *hidden;
+    rebatch_status status = make_gradient(m);
+    m->loss += (double)mb->count / (double)mb->batch;
+    if (!status)
+        status = check_alloc(&hidden, mb, mb->count * KIB(1));
+    if (status)
+        return status;
+    rebatch_mutating(m->rb);
+    for (size_t i = 0; i < mb->count; i++)
+        for (size_t p = 0; p < PARAMETERS; p++)
+            m->gradient[p] += check_input(mb->first + i, p) / (float)mb->batch;
+    return REBATCH_OK;
+}
+
+Test(check_mistakes, a_gradient_that_ends_with_its_micro_batch_is_found)
+{
+    for (int way = 0; way < 2 * PLACES; way++) {
+        rebatch_check_report report;
+        rebatch_step_ops ops = check_step_ops(clear_made, add_made);
+        AUTO_CLOSE(maker, m) = {.place = (enum place)(way / 2)};
+        ops.flags |= REBATCH_SCOPED_MEMORY | (way % 2 ? REBATCH_OWN_WEIGHTS : 0);
+        ops.optimizer_step = nothing_to_do;
+        open_on_host(&m.device, &m.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
+        if (m.place != IN_ZERO_GRAD_WITHOUT_A_GUARD)
+            OK(rebatch_guard(m.rb, &m.gradient, sizeof m.gradient, REBATCH_GUARD_HOST));
+        OK(rebatch_watch_at(m.rb, "gradient", &m.gradient, FEATURE_BYTES, REBATCH_F32));
+        const bool is_right = m.place == IN_ZERO_GRAD;
+        cr_expect_eq(rebatch_check(m.rb, &ops, BATCH, &m, NULL, &report),
+                     is_right ? REBATCH_OK : REBATCH_E_STATE, "%d: %s", way, check_texts(&report));
+        cr_expect_eq(strstr(check_texts(&report),
+                            "\nnot looked at   memory outside the pool that has no name") != NULL,
+                     is_right, "%d: %s", way, check_texts(&report));
+        if (m.place == IN_FORWARD_BACKWARD)
+            cr_expect_not_null(check_find(&report, REBATCH_FINDING_UNCOMPARED, "gradient"), "%s",
+                               check_texts(&report));
+    }
+}
