@@ -708,3 +708,43 @@ def test_a_comparison_leaves_what_lies_deep_in_containers():
     sums, seen = model.deep["a"][0]["b"]
     assert sums["sum"] == 12 and seen == set(range(1, 14))
     assert outside["rows"][0][0]["sum"] == 12 and outside["seen"][0] == set(range(13))
+
+
+class Slotted:
+    __slots__ = ("seen",)
+
+    def __init__(self):
+        self.seen = 0
+
+
+class Meters:
+    total = 0
+
+    def __init__(self):
+        self.own, self.parts = Slotted(), {"loss": [Slotted()]}
+
+    def loss(self, model, samples):
+        count = len(samples[0])
+        self.own.seen += count
+        self.parts["loss"][0].seen += count
+        Meters.total += count
+        return ((model(samples[0]) - samples[1]) ** 2).mean()
+
+
+def test_a_comparison_leaves_slots_classes_and_objects_deep_in_objects():
+    """Also of the object whose method loss_fn is."""
+    model, batch, _ = make("mlp")
+    meters, slotted, Meters.total = Meters(), Slotted(), 0
+
+    def loss_fn(model, samples):
+        slotted.seen += len(samples[0])
+        Meters.total += 0
+        return meters.loss(model, samples)
+
+    for function in (loss_fn, meters.loss):
+        options = {"micro_start": 8, "growth": False, "log_level": "quiet"}
+        step = rebatch.Step(model, sgd(model), function, **options)
+        for _ in range(3):
+            step(batch)
+    assert slotted.seen == 3 * 16 and Meters.total == 6 * 16
+    assert [meters.own.seen, meters.parts["loss"][0].seen] == [6 * 16, 6 * 16]

@@ -12,7 +12,7 @@ import inspect
 import random
 import sys
 import types
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
 
 import torch
 
@@ -20,7 +20,14 @@ from rebatch._user_code import is_object
 from rebatch.torch.batches.cut import batch_tensors
 from rebatch.torch.batches.kinds import are_same
 from rebatch.torch.program.program import Program
-from rebatch.torch.undo.contents import contents_of, is_data, put_back_contents, walk
+from rebatch.torch.undo.changes_outside import is_of_program, variables_of
+from rebatch.torch.undo.contents import (
+    attributes_of,
+    contents_of,
+    is_data,
+    put_back_contents,
+    walk,
+)
 from rebatch.torch.undo.copies import copy_of, put_back
 from rebatch.torch.undo.generators import (
     cuda_devices_of,
@@ -74,14 +81,16 @@ def _is_same_number(value: Any, other: Any) -> bool:
 
 
 class _Kept:
-    """A value and what it holds: containers with their entries, and copies of tensors."""
+    """A value and what it holds: containers with their entries, and copies of tensors. Of an object
+    of the program no tensors are copied: it may be a set of data."""
 
     def __init__(self, value: Any):
         self.value = value
         self._contents: Dict[int, Any] = {}
         tensors: List[torch.Tensor] = []
         self.is_whole = walk(value, self._contents, tensors, [])
-        self._copies = {id(t): (t, copy_of(t)) for t in tensors}
+        copies = [None if is_object(value) else copy_of(t) for t in tensors]
+        self._copies = {id(t): (t, copy) for t, copy in zip(tensors, copies)}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -206,24 +215,29 @@ def optimizers_used_by(function: Any) -> List[Tuple[str, torch.optim.Optimizer]]
 
 
 def _attributes_of(name: str, value: Any) -> Iterator[Place]:
-    """Of an object of the program's own class, as a meter that averages."""
-    if isinstance(value, (type, types.ModuleType, types.FunctionType, torch.Tensor)):
-        return
-    own = [kind.__module__.split(".")[0] for kind in type(value).__mro__[:-1]]
-    if not own or {"builtins", "torch", "rebatch", "numpy"} & set(own):
-        return
-    yield from _attributes(name, value)
+    """Of an object or a class of the program's own, as a meter that averages."""
+    if is_object(value):
+        yield from _attributes(name, value, attributes_of(value))
+    elif isinstance(value, type) and is_of_program(value):
+        yield from _attributes(name, value, variables_of(value))
 
 
-def _attributes(name: str, value: Any) -> Iterator[Place]:
-    for key in list(getattr(value, "__dict__", ())):
-        yield _in_dict("variable", f"{name}.{key}", vars(value), key)
+def _attributes(name: str, owner: Any, attributes: Iterable[str]) -> Iterator[Place]:
+    def put(key: str, value: Any) -> None:
+        if value is _MISSING:
+            delattr(owner, key)
+        else:
+            setattr(owner, key, value)
+
+    for key in attributes:
+        get = functools.partial(getattr, owner, key, _MISSING)
+        yield Place("variable", f"{name}.{key}", get, functools.partial(put, key))
 
 
 def _outside(root: torch.nn.Module, function: Any, owners: Sequence[Any]) -> Iterator[Place]:
     places = list(_variables_of(function))
     for owner in owners:
-        places += _attributes(type(owner).__name__, owner)
+        places += _attributes(type(owner).__name__, owner, list(vars(owner)))
     known = set(root.modules())
     for place in places:
         value = place.get()
@@ -235,7 +249,7 @@ def _outside(root: torch.nn.Module, function: Any, owners: Sequence[Any]) -> Ite
             yield from _all_of_modules(place.name + ".", value, "variable")
         else:
             for inner in _attributes_of(place.name, value):
-                if _is_state(inner.get()):
+                if _is_state(inner.get()) or is_object(inner.get()):
                     yield inner
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextvars
 import functools
 import inspect
 import itertools
@@ -90,14 +91,14 @@ def named_by(function: Any) -> Iterator[Tuple[str, Any]]:
     yield from ((name, variables[name]) for name in sorted(_names_in(code) & set(variables)))
 
 
-def _is_of_program(value: Any) -> bool:
+def is_of_program(value: Any) -> bool:
     """A function, class or file of the program."""
     is_file = isinstance(value, types.ModuleType)
     name = value.__name__ if is_file else getattr(value, "__module__", None)
     return is_own(str(name or "builtins").split(".")[0])
 
 
-def _variables_of(value: Any) -> Dict[str, Any]:
+def variables_of(value: Any) -> Dict[str, Any]:
     """Of a class or file."""
     return {
         key: part
@@ -234,11 +235,11 @@ class _Marks:
     def _look_into_code(self, name: str, value: Any) -> None:
         """What functions name, and the variables of classes and files, where they are the program's
         own."""
-        if isinstance(value, functools.partial) or _is_of_program(value):
+        if isinstance(value, functools.partial) or is_of_program(value):
             if isinstance(value, _FUNCTIONS):
                 self._follow(value, f"{name}.__self__")
                 return
-            self._note_attributes(value.__name__, value, _variables_of(value))
+            self._note_attributes(value.__name__, value, variables_of(value))
             inner = [*vars(value).values(), *getattr(value, "__bases__", ())]
             for part in inner:
                 part = getattr(part, "__func__", getattr(part, "fget", part))
@@ -252,6 +253,8 @@ class _Marks:
         if isinstance(value, types.GeneratorType):
             frame = value.gi_frame
             return None if frame is None else [id(local) for local in frame.f_locals.values()]
+        if isinstance(value, contextvars.ContextVar):
+            return self._mark(value.get(None))
         if isinstance(value, AnyIterator):
             if hasattr(value, "__dict__"):
                 return [self._mark(part) for part in vars(value).values()]
