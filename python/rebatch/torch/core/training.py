@@ -17,6 +17,7 @@ from typing import (
     List,
     Optional,
     Sequence,
+    Set,
     Tuple,
     Union,
 )
@@ -48,6 +49,7 @@ from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe, run_probe
 from rebatch.torch.session.report import Report, Totals, report_of
 from rebatch.torch.session.session import Session, session_options, why_of
+from rebatch.torch.session.swallowed import swallowing_line
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.undo import Undo
 
@@ -74,6 +76,7 @@ class Training:
         self.number = number
         self.report, self.totals = Report(), Totals()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
+        self._told_swallowed: Set[str] = set()  # lines
         self._micro = 0  # where a session that is opened begins; 0: where the options say
         self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
 
@@ -227,6 +230,8 @@ class Training:
             if not status and callbacks.is_applied:
                 self._finish()
             session.raise_failure(status)
+            if session.meter and session.meter.swallowed:
+                self._tell_swallowed(session.meter)
             callbacks.cuts.end()
         except BaseException as error:
             if not callbacks.is_applied:
@@ -265,6 +270,22 @@ class Training:
             micro = lib.rebatch_get_micro(session.rb, samples)
             session.meter.begin_step(("step", samples, micro))
             session.meter.promised_bytes = self.program.update.kept_bytes()
+
+    def _tell_swallowed(self, meter: Any) -> None:
+        """Allocations have failed, and no attempt: whose samples then count in no update."""
+        number, meter.swallowed = meter.swallowed, 0
+        modules, program = self.running.undo.tree.modules, self.program
+        line = swallowing_line(program.functions_that_run(), modules)
+        if not line or line in self._told_swallowed:
+            return
+        self._told_swallowed.add(line)
+        warnings.warn(
+            f"rebatch: PyTorch ran out of memory {number} time{'s' * (number > 1)} in "
+            f"{program.loss_name}(), which kept that to itself, so that samples may count in no "
+            f"update: remove the handler at {line}, and they run again in smaller micro-batches",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
 
     def _call(self, session: Session) -> Tuple[int, c.StepReport]:
         filled, ops = c.StepReport(), C.byref(self.callbacks.ops)

@@ -26,6 +26,7 @@ class UnknownMeter:
     def __init__(self) -> None:
         self.asked_bytes = self.promised_bytes = 0
         self.has_failed = False
+        self.swallowed = 0
         self.live_at_begin = self.ooms_at_begin = 0
         self.struct = c.Meter(
             begin=c.MeterBegin(lambda _phase, _size, _user: None),
@@ -68,6 +69,7 @@ class NativeMeter:
         self._retries_at_begin = 0
         self.asked_bytes = 0
         self.has_failed = False  # the callback that runs
+        self.swallowed = 0  # allocations that failed in callbacks that did not
         self.promised_bytes = 0  # of what is available: to an optimizer, whose state is yet to come
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
@@ -126,6 +128,9 @@ class NativeMeter:
         is_begin = self.live_at_begin < 0  # C reads the figures at once
         if is_begin:
             self.live_at_begin = allocated["current"]
+            self.ooms_at_begin = statistics["num_ooms"]
+        elif not self.has_failed:
+            self.swallowed += max(0, statistics["num_ooms"] - self.ooms_at_begin)
             self.ooms_at_begin = statistics["num_ooms"]
         # Those of a step that reads once are counted in the next one.
         out[0].retries = 0 if is_begin else retries - self._retries_at_begin
