@@ -334,9 +334,6 @@ typedef struct rebatch_meter_reading {
     uint64_t reserved_peak_bytes;
     uint64_t retries; /**< requests since `begin` that were served only after cached memory was
                            returned to the device; 0: none, or not known */
-    uint64_t outside_bytes; /**< after a callback that failed: memory of the device that neither the
-                                 allocator nor a limit of its own withholds, but others;
-                                 0: none, or not known */
 } rebatch_meter_reading;
 
 /** Figures of an allocator that is not a rebatch pool, for example PyTorch's. With a meter the
@@ -359,11 +356,14 @@ typedef struct rebatch_meter {
      *  @return bytes returned */
     uint64_t (*release)(void *user);
     void *user; /**< passed to the functions; borrowed until rebatch_close() */
+    /** Optional. After an OOM: how much of the device's memory others hold, who may give it back.
+     *  @return bytes; 0: none, or a limit of one's own is what is short */
+    uint64_t (*outside)(void *user);
 } rebatch_meter;
-/** A meter without functions: set all four. */
+/** A meter without functions: set the first four. */
 #define REBATCH_METER_INIT                                                                         \
     {                                                                                              \
-        sizeof(rebatch_meter), NULL, NULL, NULL, NULL, NULL                                        \
+        sizeof(rebatch_meter), NULL, NULL, NULL, NULL, NULL, NULL                                  \
     }
 
 /** The most sizes in rebatch_options.micro_allowed. */

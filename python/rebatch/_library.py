@@ -351,7 +351,6 @@ class MeterReading(Struct):
         ("asked_bytes", c_uint64),
         ("reserved_peak_bytes", c_uint64),
         ("retries", c_uint64),
-        ("outside_bytes", c_uint64),
     ]
 
 
@@ -359,6 +358,7 @@ MeterBegin = CFUNCTYPE(None, c_int, c_size_t, c_void_p)
 MeterRead = CFUNCTYPE(c_int, POINTER(MeterReading), c_void_p)
 MeterAvailable = CFUNCTYPE(c_int, POINTER(c_uint64), c_void_p)
 MeterRelease = CFUNCTYPE(c_uint64, c_void_p)
+MeterOutside = CFUNCTYPE(c_uint64, c_void_p)
 
 
 class Meter(Struct):
@@ -369,6 +369,7 @@ class Meter(Struct):
         ("available", MeterAvailable),
         ("release", MeterRelease),
         ("user", c_void_p),
+        ("outside", MeterOutside),
     ]
 
 

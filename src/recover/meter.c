@@ -7,7 +7,7 @@ rebatch_status rbi_meter_check(const rebatch_options *o)
     const rebatch_meter *meter = o->meter;
     if (!meter)
         return REBATCH_OK;
-    if (meter->struct_size < sizeof *meter)
+    if (meter->struct_size < offsetof(rebatch_meter, outside))
         return rbi_error(REBATCH_E_INVALID, "meter->struct_size is %zu: expected %zu",
                          meter->struct_size, sizeof *meter);
     const char *missing = !meter->begin       ? "begin"
@@ -128,10 +128,8 @@ rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes)
 
 uint64_t rbi_memory_outside(const rebatch *rb)
 {
-    if (rbi_meter_is_set(rb)) {
-        rebatch_meter_reading reading;
-        return read_meter(&reading, rb) ? reading.outside_bytes : 0;
-    }
+    if (rbi_meter_is_set(rb))
+        return rb->meter.outside ? rb->meter.outside(rb->meter.user) : 0;
     struct rbi_pool_bound bound;
     if (rbi_pool_get_bound(&bound, rb->pool) || bound.is_limit)
         return 0;

@@ -1,5 +1,7 @@
 /* Owns the life of a session and its options.
  * Must not know what happens in a step. */
+#include <string.h>
+
 #include "recover/recover.h"
 
 #define DEFAULT_MAX_ATTEMPTS 64u
@@ -215,7 +217,7 @@ static rebatch *create(rebatch_device *device, const rebatch_options *o,
     rb->options.meter = NULL;
     rb->options.group = NULL;
     if (o->meter)
-        rb->meter = *o->meter;
+        memcpy(&rb->meter, o->meter, rbi_min(o->meter->struct_size, sizeof rb->meter));
     rbi_group_open(rb, o);
     rb->log.file = -1;
     rbi_sizes_init(&rb->sizes, o);

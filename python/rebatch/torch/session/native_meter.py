@@ -78,6 +78,7 @@ class NativeMeter:
             read=c.MeterRead(weakly(self._read, gone=c.Status.E_USER)),
             available=c.MeterAvailable(weakly(self._available, gone=c.Status.E_USER)),
             release=c.MeterRelease(weakly(self._release, gone=0)),
+            outside=c.MeterOutside(weakly(self._outside, gone=0)),
         )
 
     def measure_again(self) -> None:
@@ -141,15 +142,14 @@ class NativeMeter:
         out[0].reserved_bytes = reserved["current"]
         out[0].reserved_peak_bytes = reserved["peak"] if self._is_measuring else 0
         out[0].asked_bytes = self.asked_bytes
-        if self.has_failed:  # only then: to ask the driver takes its time
-            out[0].outside_bytes = self._outside_bytes(reserved["current"], allocated["current"])
         return c.Status.OK
 
-    def _outside_bytes(self, reserved: int, allocated: int) -> int:
-        """What others hold of the device; 0 where the limit of this process comes first."""
+    def _outside(self, _user: Any) -> int:
+        """0 where the limit of this process comes first."""
+        reserved = self._reserved_bytes()
         free, total = torch.cuda.mem_get_info(self._device)
         limit = int(total * memory_fraction(self._device.index))
-        return 0 if limit - allocated <= free + reserved - allocated else total - free - reserved
+        return 0 if limit <= free + reserved else total - free - reserved
 
     def available_bytes(self) -> int:
         """Memory that can be allocated, but for what is promised."""
