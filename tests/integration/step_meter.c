@@ -464,3 +464,18 @@ Test(step_meter, a_wrong_meter_is_refused)
     meter.struct_size = 8;
     FAILS(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID, "struct_size is 8");
 }
+
+/* Of a program that was built before the table had that function: what is behind it is not read. */
+Test(step_meter, a_table_without_its_last_function_is_taken)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch *rb;
+    OPEN(program, p, PROGRAM(.capacity = MIB(40)), false);
+    rebatch_meter meter = meter_of(&p);
+    meter.struct_size = offsetof(rebatch_meter, outside);
+    meter.outside = NULL;
+    options.meter = &meter;
+    options.reclaim = REBATCH_OFF;
+    OK(rebatch_open(&rb, p.device, &options));
+    rebatch_close(rb);
+}
