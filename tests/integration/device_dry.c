@@ -34,3 +34,27 @@ Test(device_dry, addresses_that_are_used_up_are_out_of_memory)
         rebatch_device_close(device);
     }
 }
+
+static size_t used_of(rebatch_device *device)
+{
+    rebatch_memory_info info;
+    ASSERT_OK(rebatch_device_memory(device, &info));
+    return info.used_bytes;
+}
+
+Test(device_dry, what_is_freed_can_be_had_again)
+{
+    const size_t page = 4096;
+    rebatch_device *device;
+    rebatch_pool *pool;
+    void *block;
+    ASSERT_OK(rebatch_device_open_dry(&device, 4 * page, page));
+    for (int i = 0; i < 3; i++) {
+        ASSERT_OK(rebatch_pool_create(&pool, device, NULL));
+        ASSERT_OK(rebatch_pool_alloc(&block, pool, 4 * page, NULL, 0));
+        cr_assert_eq(used_of(device), 4 * page);
+        rebatch_pool_destroy(pool);
+        cr_assert_eq(used_of(device), 0);
+    }
+    rebatch_device_close(device);
+}
