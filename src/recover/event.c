@@ -174,7 +174,7 @@ static void add_consequence(struct rbi_text *t, const rebatch_event *event)
     if (event->lighten_before != event->lighten_after)
         rbi_text_add(t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
     if (event->redone_samples)
-        rbi_text_add(t, "; %zu sample%s again, %.1f ms lost", event->redone_samples,
+        rbi_text_add(t, "; %zu sample%s again; the attempt took %.1f ms", event->redone_samples,
                      event->redone_samples == 1 ? "" : "s", (double)event->lost_ns / 1e6);
     else if (is_refused(event))
         rbi_text_add(t, "; no work was lost");

@@ -687,6 +687,7 @@ struct rbi_run {
     rebatch_scope scope;  /* what it has allocated, and the frees that wait for its end */
     uint64_t live_before; /* in use when it began */
     uint64_t pool_ooms;   /* of the pool, when it began */
+    uint64_t began_ns;
     uint64_t zeroed_from, zeroed_to; /* sequences of the blocks that zero_grad made */
     struct rbi_scope_use use;        /* of the pool, by the last callback */
     struct rbi_run_cut cut;
@@ -714,6 +715,14 @@ struct rbi_outer {
 };
 
 /* Members live as long as the session, but for `run`, `callback` and `outer`. */
+/* How long the last steps took that had no OOM and were all of as many samples. */
+#define RBI_CLEAN_STEPS 5
+struct rbi_clean_steps {
+    size_t batch;
+    unsigned count; /* steps since the batch has so many samples */
+    uint64_t ns[RBI_CLEAN_STEPS];
+};
+
 struct rebatch {
     rebatch_device *device;
     rebatch_pool *pool;
@@ -725,6 +734,7 @@ struct rebatch {
     struct rbi_launch launch;
     struct rbi_log log;
     const struct rbi_dry_step_watch *dry_step; /* NULL: no dry step runs */
+    struct rbi_clean_steps clean_steps;
     struct rbi_group group;
 
     /* of steps and maps */

@@ -1,5 +1,7 @@
 /* Owns the step: the order of its parts, and what it checks and reports.
  * Must not know how samples are cut. */
+#include <stdlib.h>
+
 #include "recover/recover.h"
 
 static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *given)
@@ -59,7 +61,8 @@ void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
                                .by_cost = task->ops->cost != NULL,
                                .report.step = rb->step,
                                .live_before = rbi_pool_mark_peak(rb->pool),
-                               .pool_ooms = rbi_pool_oom_count(rb->pool)};
+                               .pool_ooms = rbi_pool_oom_count(rb->pool),
+                               .began_ns = rbi_now_ns()};
     rbi_budget_begin(rb);
     rb->run.report.micro_before = rbi_micro_size(rb, task->batch);
     rb->run.report.cost_before = rbi_budget(rb);
@@ -155,9 +158,44 @@ static rebatch_status run(rebatch *rb)
     return status ? status : rbi_overflow_step_done(rb);
 }
 
+static int compare_ns(const void *a, const void *b)
+{
+    const uint64_t first = *(const uint64_t *)a, second = *(const uint64_t *)b;
+    return (first > second) - (first < second);
+}
+
+/* Of the steps of so many samples that had no OOM; 0: there was none. */
+static uint64_t median_ns(const struct rbi_clean_steps *steps, size_t batch)
+{
+    if (steps->batch != batch || steps->count == 0)
+        return 0;
+    struct rbi_clean_steps sorted = *steps;
+    const unsigned count = steps->count < RBI_CLEAN_STEPS ? steps->count : RBI_CLEAN_STEPS;
+    qsort(sorted.ns, count, sizeof *sorted.ns, compare_ns);
+    return sorted.ns[(count - 1) / 2];
+}
+
+/* What an OOM has cost is the step's time beyond that of a step without one, where that is known.
+ * It is more than the attempts that failed: memory that is mapped again, and a GPU that waits. */
+static void count_lost_time(rebatch *rb)
+{
+    struct rbi_clean_steps *clean = &rb->clean_steps;
+    const uint64_t ns = rbi_now_ns() - rb->run.began_ns;
+    if (rb->run.report.ooms) {
+        const uint64_t usual = median_ns(clean, rb->run.batch);
+        if (usual && ns > usual)
+            rb->run.report.lost_ns = ns - usual;
+        return;
+    }
+    if (clean->batch != rb->run.batch)
+        *clean = (struct rbi_clean_steps){.batch = rb->run.batch};
+    clean->ns[clean->count++ % RBI_CLEAN_STEPS] = ns;
+}
+
 static void succeed(rebatch *rb)
 {
     rbi_assert(!rb->run.report.torn && !rb->run.scope);
+    count_lost_time(rb);
     rb->sizes.made_count = 0;
     rb->sizes.retry_row = rb->run.ooms.retries ? rb->sizes.retry_row + 1 : 0;
     if (rbi_thrashing_step_done(rb))

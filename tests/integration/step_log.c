@@ -91,7 +91,7 @@ static void expect_begin(const char *of, const char *begin)
 
 #define OOM                                                                                        \
     "step 0: out of memory in forward_backward, before accumulating: samples 0-63 need at "        \
-    "least 64.0 MiB, there is 40.0 MiB; micro-batch 64 -> 32; 64 samples again, "
+    "least 64.0 MiB, there is 40.0 MiB; micro-batch 64 -> 32; 64 samples again; the attempt took "
 
 Test(step_log, without_a_callback_warnings_go_to_standard_error)
 {

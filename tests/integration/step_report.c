@@ -1,6 +1,7 @@
 /* Owns the tests of what a step says: its report, its events, and their text.
  * Must not know more of the library than its public headers say. */
 #include <stdio.h>
+#include <unistd.h>
 
 #include "step_common.h"
 
@@ -69,6 +70,41 @@ Test(step_report, ooms_are_counted_by_where_they_struck)
     cr_assert_eq(rig.report.micro_after, 2);
     cr_assert_gt(rig.report.lost_ns, 0);
     cr_assert_lt(rig.report.lost_ns, UINT64_C(3600000000000), "more than an hour");
+}
+
+static rebatch_status take_five_ms(void *user)
+{
+    (void)user;
+    usleep(5000);
+    return REBATCH_OK;
+}
+
+static rebatch_status take_five_ms_a_micro_batch(const rebatch_microbatch *mb, void *user)
+{
+    const size_t *largest = user;
+    return mb->count > *largest ? REBATCH_OOM : take_five_ms(user);
+}
+
+/* The attempt that fails takes no time, and eight micro-batches take longer than two. Without a step
+ * to compare with, the attempt's time is a lower bound. */
+Test(step_report, what_is_lost_is_the_time_beyond_a_step_without_an_oom)
+{
+    OPEN_WITH(open_cut, rig, rig, 8);
+    size_t largest = 8;
+    const rebatch_step_ops ops =
+        OPS(take_five_ms, take_five_ms_a_micro_batch, take_five_ms, .flags = 0);
+    for (size_t i = 0; i < 3; i++)
+        OK(rebatch_step(rig.rb, &ops, 16, &largest, &rig.report));
+    cr_expect_eq(rig.report.lost_ns, 0);
+    largest = 2;
+    OK(rebatch_step(rig.rb, &ops, 16, &largest, &rig.report));
+    cr_expect_eq(rig.report.ooms, 2);
+    cr_expect_geq(rig.report.lost_ns, 15000000u);
+    OK(rebatch_step(rig.rb, &ops, 24, &largest, &rig.report));
+    largest = 1;
+    OK(rebatch_step(rig.rb, &ops, 17, &largest, &rig.report));
+    cr_expect_gt(rig.report.lost_ns, 0);
+    cr_expect_lt(rig.report.lost_ns, 15000000u, "a step of as many samples is not known");
 }
 
 Test(step_report, the_last_oom_of_the_pool_is_in_it)
@@ -301,7 +337,7 @@ Test(step_report, one_sample_is_a_sample)
     STEP(&rig, 4, REBATCH_E_EXHAUSTED, "z f0+2 f2+2! f2+1~1!");
     (void)rebatch_event_format(text, sizeof text, &rig.events[0]);
     HAS(text, "in forward_backward, before accumulating: samples 2-3 need at least ");
-    HAS(text, "; 2 samples again, ");
+    HAS(text, "; 2 samples again; the attempt took ");
     (void)rebatch_event_format(text, sizeof text, &rig.events[1]);
     HAS(text, "in forward_backward, before accumulating: sample 2 needs at least ");
     cr_assert(strstr(rebatch_last_error(),
@@ -310,7 +346,7 @@ Test(step_report, one_sample_is_a_sample)
               "%s", rebatch_last_error());
     rebatch_event event = {.kind = REBATCH_EVENT_SHRINK, .redone_samples = 1};
     (void)rebatch_event_format(text, sizeof text, &event);
-    HAS(text, "; 1 sample again, ");
+    HAS(text, "; 1 sample again; the attempt took 0.0 ms");
 }
 
 Test(step_report, every_phase_has_its_words)

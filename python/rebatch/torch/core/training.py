@@ -77,6 +77,7 @@ class Training:
         self.report, self.totals = Report(), Totals()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
         self._told_swallowed: Set[str] = set()  # lines
+        self._clean_samples = 0  # of the last step without an OOM
         self._micro = 0  # where a session that is opened begins; 0: where the options say
         self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
 
@@ -225,7 +226,10 @@ class Training:
             with self._comparing(session), self.quiet():
                 status, filled = self._call(session)
             micros = self.ranks.micros() if self.ranks else ()
-            self.report = report_of(filled, running.samples, micros)
+            samples = running.samples
+            self.report = report_of(filled, samples, micros, samples == self._clean_samples)
+            if not (status or filled.ooms):
+                self._clean_samples = samples
             self.totals.add(self.report, not status and callbacks.is_applied)
             if not status and callbacks.is_applied:
                 self._finish()

@@ -18,7 +18,8 @@ class MapReport:
     microbatches: int = 0  # that succeeded
     ooms: int = 0
     redone_samples: int = 0  # that ran again because of OOMs
-    lost_ms: float = 0.0  # spent on discarded work and on recovery
+    lost_ms: float = 0.0  # beyond what the same work takes without an OOM
+    lost_is_least: bool = False  # that is not known: of discarded attempts alone
     peak_bytes: int = 0  # highest memory in use, where it was measured
     reserved_bytes: int = 0  # memory held from the device at the end
     lighten_level: int = 0
@@ -34,7 +35,8 @@ class MapReport:
         text = f"{self._sizes()} samples"
         if self.ooms:
             text += f", {self.ooms} OOM{'s' * (self.ooms > 1)} ({self.redone_samples} samples "
-            text += f"again, {self.lost_ms:.0f} ms)"
+            least = "at least " if self.lost_is_least else ""
+            text += f"again, {least}{self.lost_ms:.0f} ms lost)"
         if self.lighten_level:
             text += f", lighten level {self.lighten_level}"
         if self.peak_bytes:
@@ -134,12 +136,16 @@ def _counts_of(filled: c.StepReport, samples: int) -> Dict[str, Any]:
 
 
 def map_report_of(filled: c.StepReport, samples: int) -> MapReport:
-    return MapReport(**_counts_of(filled, samples))
+    return MapReport(**_counts_of(filled, samples), lost_is_least=filled.ooms > 0)
 
 
-def report_of(filled: c.StepReport, samples: int, ranks: Tuple[int, ...]) -> Report:
+def report_of(
+    filled: c.StepReport, samples: int, ranks: Tuple[int, ...], knows_time: bool
+) -> Report:
+    """knows_time: a step of so many samples had no OOM."""
     return Report(
         **_counts_of(filled, samples),
+        lost_is_least=filled.ooms > 0 and not knows_time,
         step=filled.step,
         learned=filled.learned,
         budget=filled.cost_after,
