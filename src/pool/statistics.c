@@ -153,8 +153,9 @@ uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
 
 struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool)
 {
-    return (struct rbi_pool_traffic){pool->vm.taken_bytes,
-                                     pool->vm.given_bytes - pool->asked_back_bytes};
+    return (struct rbi_pool_traffic){pool->vm.taken_bytes, pool->vm.given_bytes -
+                                                               pool->asked_back_bytes -
+                                                               pool->vm.broken_bytes};
 }
 
 void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool)

@@ -233,8 +233,10 @@ rebatch_status rbi_spare_break(struct rbi_vm *vm, unsigned size)
     rebatch_status status = release(vm, size);
     if (status == REBATCH_OK)
         status = create(vm, 0);
-    while (status == REBATCH_OK && size-- > 0)
-        status = create(vm, size);
+    for (unsigned smaller = size; status == REBATCH_OK && smaller-- > 0;)
+        status = create(vm, smaller);
+    if (status == REBATCH_OK)
+        vm->broken_bytes += vm->page_bytes << size;
     return status;
 }
 

@@ -42,6 +42,7 @@ rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct
     rebatch_status status = REBATCH_OK;
     to->taken_bytes = from->taken_bytes;
     to->given_bytes = from->given_bytes;
+    to->broken_bytes = from->broken_bytes;
     to->peak_bytes = from->peak_bytes;
     to->quarantined_bytes = from->quarantined_bytes;
     to->allocations = from->allocations;

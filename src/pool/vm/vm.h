@@ -67,6 +67,7 @@ struct rbi_vm {
     size_t spare_pages, held_pages;
     uint64_t taken_bytes, given_bytes; /* since the vm was opened */
     uint64_t peak_bytes;               /* most that was held at once */
+    uint64_t broken_bytes;             /* of both, those of chunks that smaller ones replaced */
     uint64_t quarantined_bytes;        /* in chunks that the device did not unmap */
     uint64_t allocations, frees;       /* calls that took or gave back memory */
     struct rbi_vm_calls calls;
