@@ -94,7 +94,11 @@ class FirstCut:
         passes = [(0, 2 * half), (0, half), (half, half)]
         if not is_warm:
             passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
-        chosen = _chosen(running, unit, kind, units)
+        try:
+            chosen = _chosen(running, unit, kind, units)
+        except Exception as error:  # out of memory
+            self._fail(error)
+            return
         self.comparison = _Comparison(running, number, micro, (unit, half), chosen, passes)
 
     def save(self, point: int) -> None:
@@ -108,19 +112,22 @@ class FirstCut:
             with comparison.program.aside():
                 mode = FixedDraws if self._draws or not self._has_graph else contextlib.nullcontext
                 comparison.run(self._is_suspect, mode, self._has_graph)
-            return
         except Exception as error:
-            self._failures += 1
-            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            is_short = is_oom(error, failed_allocations() > failed)
-            is_own = not self._has_graph and isinstance(error, AssertionError)  # of the program
-            let_go(error)
-        self.comparison = None
-        if self._failures < _MOST_FAILURES:
-            self._least = self._least if is_short else comparison.unit + 1
+            self._fail(error, failed_allocations() > failed)
+
+    def _fail(self, error: Exception, has_allocation_failed: bool = False) -> None:
+        """A comparison has. Another one may be smaller, or larger."""
+        comparison, self.comparison = self.comparison, None
+        self._failures += 1
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        is_short = is_oom(error, has_allocation_failed)
+        is_own = not self._has_graph and isinstance(error, AssertionError)  # of the program
+        let_go(error)
+        self.is_done = self._failures == _MOST_FAILURES
+        if is_short or is_own or comparison is None:
             return
-        self.is_done = True
-        if not (is_short or is_own):
+        self._least = comparison.unit + 1
+        if self.is_done:
             comparison.tell(
                 f"the gradients could not be compared at two cuts ({said}): where samples belong "
                 "together, as pairs do, keep them so with micro_multiple_of, or slice and length; "
@@ -146,8 +153,11 @@ class FirstCut:
         elif is_unlike:
             self._is_suspect = True
         else:
-            self._results = _Results(comparison)
-            if self._results.are_here():
+            try:
+                self._results = _Results(comparison)
+            except Exception as error:  # out of memory
+                self._fail(error)
+            if self._results and self._results.are_here():
                 self._judge()
 
     def _judge(self) -> None:
