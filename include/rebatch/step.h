@@ -489,10 +489,10 @@ typedef struct rebatch_step_report {
     size_t micro_after;                    /**< micro-batch size at the end */
     unsigned lighten_level;                /**< lighten level at the end */
     size_t redone_samples;   /**< samples that ran again, counted once for each repetition */
-    uint64_t lost_ns;        /**< what the OOMs cost, in nanoseconds: the time of the step beyond the
-                                  median of the last five without an OOM that had as many samples.
-                                  Where there was none, as in a first step, and where the step
-                                  failed: the time of the discarded attempts, a lower bound */
+    uint64_t lost_ns;        /**< what the OOMs cost, in nanoseconds: the time of the step beyond
+                                  the median of the last five without an OOM that had as many
+                                  samples. Where there was none, as in a first step, and where the
+                                  step failed: the time of the discarded attempts, a lower bound */
     uint64_t peak_bytes;     /**< highest live memory of the pool during the step; with a meter 0
                                   where it did not measure every forward-backward and update */
     uint64_t reserved_bytes; /**< memory held from the device at the end */

@@ -1,5 +1,6 @@
 /* A stand-in for CUDA's driver, with calls.c: a GPU that writes down each call with its arguments
- * in driver_log, and answers what a test has written into its variables. Must not know the tests. */
+ * in driver_log, and answers what a test has written into its variables. Must not know the
+ * tests. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

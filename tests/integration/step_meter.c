@@ -134,7 +134,7 @@ static const rebatch_step_ops ops =
 
 static rebatch_meter meter_of(struct program *p)
 {
-    return (rebatch_meter){sizeof(rebatch_meter), begin, read_figures, available, release, p};
+    return (rebatch_meter){sizeof(rebatch_meter), begin, read_figures, available, release, p, NULL};
 }
 
 static void program_open(struct program *p, const struct program *looks, bool learns)

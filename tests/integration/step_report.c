@@ -85,8 +85,8 @@ static rebatch_status take_five_ms_a_micro_batch(const rebatch_microbatch *mb, v
     return mb->count > *largest ? REBATCH_OOM : take_five_ms(user);
 }
 
-/* The attempt that fails takes no time, and eight micro-batches take longer than two. Without a step
- * to compare with, the attempt's time is a lower bound. */
+/* The attempt that fails takes no time, and eight micro-batches take longer than two. Without a
+ * step to compare with, the attempt's time is a lower bound. */
 Test(step_report, what_is_lost_is_the_time_beyond_a_step_without_an_oom)
 {
     OPEN_WITH(open_cut, rig, rig, 8);

@@ -1,5 +1,9 @@
 """What is no change outside of the model that a Step has to tell of."""
 
+import functools
+import logging
+import random
+import types
 import warnings
 
 import numpy
