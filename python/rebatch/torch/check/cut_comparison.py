@@ -79,7 +79,9 @@ class FirstCut:
         of `ran`. Warns of what was compared before."""
         self.comparison = None
         self._judge()
-        if self.is_done or ran != micro or micro >= running.samples:
+        on_gpu = running.program.device.type == "cuda"
+        is_looking = on_gpu and running.undo.is_looking  # so restoring takes long
+        if self.is_done or ran != micro or micro >= running.samples or is_looking:
             return
         sizes = running.allowed_sizes()
         unit = min((size for size in sizes if size >= self._least), default=0)
@@ -87,7 +89,7 @@ class FirstCut:
             self.is_done = True
             return
         self._has_graph = 2 * unit <= micro and not self._failures
-        is_warm = self._warmed == len(_SIZES) or running.program.device.type != "cuda"
+        is_warm = self._warmed == len(_SIZES) or not on_gpu
         kind, units = _ROUNDS[self._compared] if is_warm else _ROUNDS[-1]
         units = units if 2 * units * unit <= micro else 1
         half = units * unit
@@ -95,11 +97,12 @@ class FirstCut:
         if not is_warm:
             passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
         try:
-            chosen = _chosen(running, unit, kind, units)
+            totals = [(_OnHost(numbers), much) for numbers, much in _totals(running)]
         except Exception as error:  # out of memory
             self._fail(error)
             return
-        self.comparison = _Comparison(running, number, micro, (unit, half), chosen, passes)
+        choice = _Choice(totals, running.samples // unit, kind, units)
+        self.comparison = _Comparison(running, number, micro, (unit, half), choice, passes)
 
     def save(self, point: int) -> None:
         """Before an attempt, once what it may change is saved: a pass; before the last micro-batch,
@@ -202,6 +205,7 @@ class _OnHost:
     """Numbers of a device, on their way to the host."""
 
     def __init__(self, numbers: torch.Tensor):
+        numbers = numbers.detach()
         self._numbers, self._event = numbers, None
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -212,47 +216,57 @@ class _OnHost:
     def are_here(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def read(self) -> List[float]:
+    def read(self) -> torch.Tensor:
         if self._event is not None:
             self._event.synchronize()
-        return list(self._numbers.tolist())
+        return self._numbers
 
 
 # ---- which samples ----
 
 
-@torch.no_grad()
-def _chosen(running: Running, unit: int, kind: str, units: int) -> _OnHost:
-    """The numbers of two times so many units of samples, which differ most in labels, lengths and
-    weights; or pairs of them that are alike. What is in the batch stays on its device."""
-    count, device = running.samples // unit, running.program.device
-    rows = [_scaled(row[: count * unit].view(count, unit)) * much for row, much in _totals(running)]
-    place = torch.stack([row.to(device) for row in rows or [torch.zeros(count)]])
-    if kind == "different":
-        first = (place - place.mean(1, keepdim=True)).abs().sum(0).argmax()
-        return _OnHost(torch.stack([first, _farthest(place, first)]).sort().values)
-    middle = count // 2
-    if kind == "halves":
-        ones, others = place[:, :middle], place[:, middle : 2 * middle]
-        nearest = (ones - others).abs().sum(0).topk(units, largest=False).indices.sort().values
-        return _OnHost(torch.cat([nearest, nearest + middle]))
-    ones, others = place[:, 0 : 2 * middle : 2], place[:, 1 : 2 * middle : 2]
-    nearest = (ones - others).abs().sum(0).argmin()
-    pairs = torch.stack([nearest, _farthest(ones + others, nearest)]).sort().values
-    pairs = pairs if units > 1 else nearest.view(1)
-    return _OnHost(torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten())
+@dataclasses.dataclass
+class _Choice:
+    """Of samples, in units that are cut together, by what each sample's entries add up to, and how
+    much that tells."""
+
+    totals: List[Tuple[_OnHost, float]]
+    count: int  # units in the batch
+    kind: str
+    units: int
+
+    @torch.no_grad()
+    def made(self) -> List[int]:
+        """The numbers of two times so many units, which differ most in labels, lengths and weights;
+        or pairs of them that are alike. Waits for no more than the batch."""
+        rows = [_scaled(total.read(), self.count) * much for total, much in self.totals]
+        place = torch.stack(rows or [torch.zeros(self.count)])
+        middle = self.count // 2
+        if self.kind == "different":
+            first = int((place - place.mean(1, keepdim=True)).abs().sum(0).argmax())
+            return sorted([first, _farthest(place, first)])
+        if self.kind == "halves":
+            apart = (place[:, :middle] - place[:, middle : 2 * middle]).abs().sum(0)
+            nearest = sorted(apart.topk(self.units, largest=False).indices.tolist())
+            return nearest + [one + middle for one in nearest]
+        ones, others = place[:, 0 : 2 * middle : 2], place[:, 1 : 2 * middle : 2]
+        pairs = [int((ones - others).abs().sum(0).argmin())]
+        if self.units > 1:
+            pairs = sorted([*pairs, _farthest(ones + others, pairs[0])])
+        return [2 * pair + i for pair in pairs for i in (0, 1)]
 
 
-def _farthest(place: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+def _farthest(place: torch.Tensor, one: int) -> int:
     """From one of them, another."""
-    distance = (place - place.index_select(1, one.view(1))).abs().sum(0)
+    distance = (place - place[:, one : one + 1]).abs().sum(0)
     distance[one] = -1.0
-    return distance.argmax()
+    return int(distance.argmax())
 
 
-def _scaled(units: torch.Tensor) -> torch.Tensor:
-    """Means of units, between 0 and 1."""
-    means = units.double().mean(1).nan_to_num()
+def _scaled(totals: torch.Tensor, count: int) -> torch.Tensor:
+    """Means of so many units, between 0 and 1."""
+    unit = len(totals) // count
+    means = totals[: count * unit].view(count, unit).double().mean(1).nan_to_num()
     spread = means.max() - means.min()
     return torch.where(spread > 0, (means - means.min()) / spread, 0.0)
 
@@ -283,11 +297,11 @@ class _Comparison:
         number: int,
         micro: int,
         sizes: Tuple[int, int],
-        chosen: _OnHost,
+        choice: _Choice,
         passes: List[Tuple[int, int]],
     ):
         self._running, self.program, (self.unit, self.half) = running, running.program, sizes
-        self._number, self._micro, self._chosen = number, micro, chosen
+        self._number, self._micro, self._choice = number, micro, choice
         self.passes = passes
         self.results: List[Tuple[torch.Tensor, torch.Tensor]] = []
         root = self.program.modules
@@ -347,7 +361,7 @@ class _Comparison:
     def _take_samples(self) -> None:
         """A `slice` of the program's own gives neighbours alone."""
         running, unit = self._running, self.unit
-        self._spans = [(int(at) * unit, unit) for at in self._chosen.read()]
+        self._spans = [(at * unit, unit) for at in self._choice.made()]
         self._first, self._samples, weight = 0, 2 * self.half, running.weight
         try:
             self._batch = self.program.cut.arranged(running.batch, self._spans, running.samples)
@@ -478,7 +492,7 @@ class _Results:
 
     def judged(self) -> str:
         """What is wrong, or nothing."""
-        comparison, f = self.comparison, _Figures(*self._figures.read())
+        comparison, f = self.comparison, _Figures(*self._figures.read().tolist())
         why = comparison.sequences.found()
         if why[0]:
             return self._said(_of_losses(f), *why)
