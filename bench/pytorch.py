@@ -187,12 +187,13 @@ def each_ms(seconds):
 
 
 WARM = 3  # steps
+COMPARED = 10  # steps within which a Step compares two cuts
 
 
 def speed(way, size):
     training = Training(way, size)
     batch = training.batch()
-    seconds = [training.run(batch) for _ in range(WARM)]
+    seconds = [training.run(batch) for _ in range(COMPARED)]
     first = memory()
     clean = [training.run(batch) for _ in range(size["steps"])]
     memory()
@@ -237,10 +238,11 @@ def oom(way, size):
     first = training.run(batch)
     lost = training.step.report.lost_ms if way.endswith("Step") else None
     redone, ooms = training.redone, training.ooms
-    clean = [training.run(batch) for _ in range(size["steps"])]
+    after = [training.run(batch) for _ in range(COMPARED + size["steps"])]
+    clean = after[COMPARED:]
     return {
         "first_ms": round(1e3 * first, 1),
-        "next_ms": each_ms(clean[:2]),
+        "next_ms": each_ms(after[:COMPARED]),
         "clean_ms": median_ms(clean),
         "ratio": round(first / statistics.median(clean), 2),
         "lost_ms": lost and round(lost, 1),
@@ -254,7 +256,7 @@ def taken(way, size):
     """Somebody else takes memory in mid-run; this process may keep so much."""
     training = Training(way, size, cuts=(32, 16, 8, 4))
     batch = training.batch()
-    before = [training.run(batch) for _ in range(size["steps"] // 2)]
+    before = [training.run(batch) for _ in range(COMPARED + size["steps"] // 2)]
     held = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     left = size["left"] - torch.cuda.memory_reserved()
@@ -263,7 +265,7 @@ def taken(way, size):
     redone, ooms = training.redone, training.ooms
     after = [training.run(batch) for _ in range(size["steps"] // 2)]
     return {
-        "before_ms": median_ms(before[2:]),
+        "before_ms": median_ms(before[COMPARED:]),
         "struck_ms": round(1e3 * struck, 1),
         "next_ms": each_ms(after[:2]),
         "after_ms": median_ms(after),

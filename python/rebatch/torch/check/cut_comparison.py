@@ -310,6 +310,7 @@ class _Comparison:
         self.batch_norm = training_modules(root, BATCH_NORM)
         self._off += [m for m in self.batch_norm if m.running_mean is not None]
         self.sequences = Sequences(self.named)
+        self._has_rnn = any(isinstance(m, torch.nn.RNNBase) for m in root.modules())
         self.is_16_bit = self.program.autocast is not None
         self.is_16_bit |= any(p.dtype in _16_BIT for p in self.program.update.parameters)
         self.has_drawn = self.has_drawn_elsewhere = False  # by PyTorch; by NumPy or Python
@@ -333,7 +334,12 @@ class _Comparison:
         while self.passes:
             mode, span = mode_of(), self.passes.pop(0)
             try:
-                with _without_plans(), switched_off(self._off), self.sequences.watching(), mode:
+                with (
+                    _without_plans(self._has_rnn),
+                    switched_off(self._off),
+                    self.sequences.watching(),
+                    mode,
+                ):
                     self.results.append(self._pass(*span, has_graph))
             except BaseException:
                 self._restore(snapshot)
@@ -442,19 +448,19 @@ def _numbers_of(p: torch.Tensor, gradient: Optional[torch.Tensor]) -> torch.Tens
 
 
 @contextlib.contextmanager
-def _without_plans() -> Iterator[None]:
+def _without_plans(needs_cudnn: bool) -> Iterator[None]:
     """Nothing is compiled or tuned for the size of a pass: neither by PyTorch's compiler nor by
-    cuDNN."""
+    cuDNN, which takes longer to plan a convolution of a new size than a few samples take."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # of PyTorch 2.6
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    was_tuned, was_attending = cudnn.benchmark, cuda.cudnn_sdp_enabled()
+    was_enabled, was_attending = cudnn.enabled, cuda.cudnn_sdp_enabled()
     try:
-        cudnn.benchmark = False
+        cudnn.enabled = was_enabled and needs_cudnn
         cuda.enable_cudnn_sdp(was_attending and not cuda.math_sdp_enabled())
         with set_stance("force_eager") if set_stance else contextlib.nullcontext():
             yield
     finally:
-        cudnn.benchmark = was_tuned
+        cudnn.enabled = was_enabled
         cuda.enable_cudnn_sdp(was_attending)
 
 
