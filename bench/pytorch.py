@@ -136,6 +136,12 @@ class Training:
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / updates
 
+    def begin_with(self, micro):
+        """The next update begins with micro-batches of so many samples."""
+        self.micro = micro
+        if self.way.endswith("Step"):
+            self.step.load_state_dict({**self.step.state_dict(), "micro": micro})
+
     def _update(self, batch):
         if self.way.endswith("Step"):
             self.step(batch)
@@ -232,15 +238,21 @@ def lengths(way, size):
 
 
 def oom(way, size):
-    """The first step is cut too large for the cap."""
-    training = Training(way, size, limit=size["cap"], cuts=(size["batch"], size["batch"] // 2))
+    """The first step is cut too large for the cap; and a later one, with the memory of the steps
+    before it."""
+    begun = size["begun"]
+    training = Training(way, size, limit=size["cap"], cuts=(begun, begun // 2, begun // 4))
     batch = training.batch()
     first = training.run(batch)
     lost = training.step.report.lost_ms if way.endswith("Step") else None
     redone, ooms = training.redone, training.ooms
     after = [training.run(batch) for _ in range(COMPARED + size["steps"])]
-    clean = after[COMPARED:]
+    clean, micro = after[COMPARED:], training.micro
+    training.begin_with(begun)
+    warm = training.run(batch)
     return {
+        "warm_ms": round(1e3 * warm, 1),
+        "warm_lost_ms": round(training.step.report.lost_ms, 1) if way.endswith("Step") else None,
         "first_ms": round(1e3 * first, 1),
         "next_ms": each_ms(after[:COMPARED]),
         "clean_ms": median_ms(clean),
@@ -248,7 +260,7 @@ def oom(way, size):
         "lost_ms": lost and round(lost, 1),
         "redone": redone,
         "ooms": ooms,
-        "micro": training.micro,
+        "micro": micro,
     }
 
 
@@ -386,13 +398,14 @@ def main():
     parser.add_argument("way", nargs="?", choices=WAYS)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--batch", type=int, default=32, help="samples a step")
+    parser.add_argument("--begun", type=int, help="micro-batch with which `oom` begins: the batch")
     parser.add_argument("--left", type=int, default=12, help="GiB that are left in `taken`")
     arguments = parser.parse_args()
     size = dict(model=(768, 12, 1024, 50304), batch=arguments.batch, steps=12, picture=PICTURE)
-    size.update(cap=20 * GIB, left=arguments.left * GIB)
+    size.update(cap=20 * GIB, left=arguments.left * GIB, begun=arguments.begun or arguments.batch)
     if arguments.small:
         size = dict(model=(128, 2, 64, 512), batch=32, steps=6, picture=None)
-        size.update(cap=GIB // 2, left=GIB // 4)
+        size.update(cap=GIB // 2, left=GIB // 4, begun=32)
     if arguments.way:
         if arguments.way == "expandable":
             use_expandable_segments()
@@ -404,6 +417,7 @@ def main():
         for way in SCENARIOS[scenario]:
             command = [sys.executable, __file__, scenario, way]
             command += ["--batch", str(arguments.batch), "--left", str(arguments.left)]
+            command += ["--begun", str(size["begun"])]
             command += ["--small"] if arguments.small else []
             failed += subprocess.run(command).returncode != 0
     return failed
