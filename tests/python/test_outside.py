@@ -36,8 +36,8 @@ def test_a_second_update_with_the_same_gradients_is_one_warning(scales):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
-    (text,) = said(loop)
-    assert "SGD.step()" in text and "twice" in text
+    text, clipped = said(loop)  # the second of what is clipped after the step
+    assert "SGD.step()" in text and "twice" in text and "clip" in clipped
 
 
 def test_the_warning_as_an_error_keeps_the_parameters():

@@ -296,7 +296,8 @@ def _try_in_copy(training: _Training, batch: Any, samples: int, request: _Reques
         )
     said = json.loads(text)
     sys.stderr.write(said)
-    last = said.strip().splitlines()[-1]
+    lines = said.strip().splitlines()
+    last = next((line for line in reversed(lines) if not line.startswith("rebatch: ")), lines[-1])
     if "fork-based multiprocessing" in last:
         raise FitError(
             "rebatch: the program ran a backward pass before its first Step: expected the Step's "
