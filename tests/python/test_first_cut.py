@@ -358,6 +358,20 @@ def test_what_cannot_be_compared_is_said():
     assert "(KeyError: 'few samples')" in text
 
 
+def test_a_model_that_needs_cudnn_is_compared_with_it():
+    """A convolution that PyTorch itself does not have in this precision, for example."""
+    model, batch, _ = make("mlp")
+
+    def loss_fn(model, samples):
+        if not torch.backends.cudnn.enabled:
+            raise RuntimeError("slow_conv is not implemented for 'Half'")
+        return summed(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=8, growth=False)
+    (text,) = warned(lambda: [step(batch) for _ in range(4)])
+    assert "sums over its samples" in text and torch.backends.cudnn.enabled
+
+
 def test_one_sample_that_no_micro_batch_can_have_alone_is_no_mistake():
     model, batch, its_loss = make("mlp")
 

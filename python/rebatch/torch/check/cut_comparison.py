@@ -335,7 +335,7 @@ class _Comparison:
             mode, span = mode_of(), self.passes.pop(0)
             try:
                 with (
-                    _without_plans(self._has_rnn),
+                    _without_plans(self._has_rnn or not has_graph),
                     switched_off(self._off),
                     self.sequences.watching(),
                     mode,
@@ -450,7 +450,8 @@ def _numbers_of(p: torch.Tensor, gradient: Optional[torch.Tensor]) -> torch.Tens
 @contextlib.contextmanager
 def _without_plans(needs_cudnn: bool) -> Iterator[None]:
     """Nothing is compiled or tuned for the size of a pass: neither by PyTorch's compiler nor by
-    cuDNN, which takes longer to plan a convolution of a new size than a few samples take."""
+    cuDNN, which takes longer to plan a convolution of a new size than a few samples take. A pass
+    after one that has failed may need cuDNN."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # of PyTorch 2.6
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     was_enabled, was_attending = cudnn.enabled, cuda.cudnn_sdp_enabled()
