@@ -392,8 +392,9 @@ int main(int argc, char **argv)
         "steps after the probe that ran at its size: %zu of %d; of the sizes above: %zu of %zu\n",
         held, CASES, above_held, rows[0].above);
     qsort(microbatches, CASES, sizeof *microbatches, by_value);
-    printf("probe: cases=%d exact=%zu above=%zu oom_free=%zu microbatches=%zu max=%zu\n", CASES,
-           rows[0].exact, rows[0].above, rows[0].oom_free, microbatches[CASES / 2],
-           microbatches[CASES - 1]);
+    printf("probe: cases=%d found_permille=%.0f ooms=%zu above=%zu held=%zu microbatches=%zu "
+           "max=%zu\n",
+           CASES, 1000 * rows[0].share / (double)rows[0].cases, rows[0].ooms, rows[0].above, held,
+           microbatches[CASES / 2], microbatches[CASES - 1]);
     return 0;
 }

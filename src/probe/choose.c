@@ -152,16 +152,13 @@ static size_t enough_of(const struct rbi_search *s, size_t size)
 /* Above what ran and below what failed; 0: none. */
 static rebatch_status choose_larger(size_t *out, struct rbi_search *s)
 {
-    bool is_weighed = false;
     rebatch_status status = s->whole_count > 1 ? predict(out, s, rbi_min(s->most, s->fails - 1))
                                                : choose_second(out, s);
     *out = rbi_search_allowed(s, *out);
-    if (!status && s->whole_count > 1)
-        status = rbi_search_weigh(out, &is_weighed, s);
     if (!status && *out)
         *out = not_too_far(s, *out);
     /* There is no model yet, or a second OOM says that it is wrong: the middle. */
-    if (!status && *out && s->report.ooms > (s->whole_count > 1) && !is_weighed)
+    if (!status && *out && s->report.ooms > (s->whole_count > 1))
         *out = rbi_search_allowed_near(s, rbi_min(*out, s->fits + (s->fails - s->fits) / 2));
     return status;
 }

@@ -204,10 +204,7 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
 {
     rebatch_status status = REBATCH_OOM;
     const enum effort most = most_effort(model, setting, plan);
-    /* Which holes in the cache are large enough is unknown if sizes are. */
-    const bool is_trimmed = plan->has_trial && model->is_doubtful && !setting->is_work;
-    for (enum effort effort = is_trimmed ? TRIM : AS_IS; effort <= most && status == REBATCH_OOM;
-         effort++) {
+    for (enum effort effort = AS_IS; effort <= most && status == REBATCH_OOM; effort++) {
         struct course course = {.setting = setting, .plan = plan, .effort = effort, .admits = true};
         course.dry.model = model;
         status = run_session(&course);
@@ -288,17 +285,17 @@ static rebatch_status guess_largest(size_t *out, const struct rbi_model *model,
     return status;
 }
 
-rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
-                                 const struct rbi_setting *setting, size_t least, size_t most,
-                                 size_t batch, size_t near)
+rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
+                                    const struct rbi_setting *setting, size_t least, size_t most,
+                                    size_t batch)
 {
     *out = 0;
     if (least > most)
         return REBATCH_OK;
     /* fits < least means: none found yet; everything above `most` is known not to fit. From the
      * guess on steps double, up or down, until there is one of either kind. */
-    size_t fits = least - 1, fails = most + 1, step = 1, count = near;
-    rebatch_status status = REBATCH_OK;
+    size_t fits = least - 1, fails = most + 1, step = 1, count;
+    rebatch_status status = guess_largest(&count, model, setting, least, most);
     while (!status) {
         struct rbi_forecast forecast;
         status = rbi_forecast_run(&forecast, model, setting,
@@ -320,16 +317,4 @@ rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
     if (!status && fits >= least)
         *out = fits;
     return status;
-}
-
-rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
-                                    const struct rbi_setting *setting, size_t least, size_t most,
-                                    size_t batch)
-{
-    *out = 0;
-    if (least > most)
-        return REBATCH_OK;
-    size_t count;
-    const rebatch_status status = guess_largest(&count, model, setting, least, most);
-    return status ? status : rbi_forecast_near(out, model, setting, least, most, batch, count);
 }

@@ -5,7 +5,6 @@
 static struct rbi_line fit(struct rbi_points *points)
 {
     points->base = points->count - 1;
-    points->unit = 1;
     return points->count == 1 ? rbi_line_scale(points->at) : rbi_line_fit(points);
 }
 
@@ -97,20 +96,6 @@ void rbi_model_release(struct rbi_model *model)
 {
     release_events(model);
     *model = (struct rbi_model){0};
-}
-
-void rbi_model_draw(struct rbi_model *model, uint64_t number)
-{
-    for (size_t i = 0; i < model->event_count; i++) {
-        struct rbi_model_event *event = &model->events[i];
-        if (event->points.count == 0)
-            continue;
-        struct rbi_points points = event->points; /* a free's are those of its allocation */
-        points.draw = (number * UINT64_C(0x9e3779b97f4a7c15)) ^
-                      (event->points.draw * UINT64_C(0xd1342543de82ef95));
-        event->line = rbi_line_fit(&points);
-        event->last = event->line;
-    }
 }
 
 /* ---- turn by turn ---- */

@@ -21,10 +21,6 @@ static void set_lines(struct rbi_model_event *event, const struct rbi_form *form
     event->line =
         source ? rbi_line_constant(form->base->events[from].bytes) : rbi_line_fit(&points);
     event->last = event->line;
-    if (!source && points.count > 1) {
-        event->points = points;
-        event->points.draw = from + 1;
-    }
     if (source && source->sort != RBI_EVEN)
         (void)rbi_form_fits_last(&event->last, form, source, turns, from);
 }
@@ -87,7 +83,7 @@ static void add_event(struct rbi_model *model, const struct rbi_form *form,
     if (event->kind == RBI_TRACE_RESERVE && !loop)
         added->rest = rest_of(form, j);
     set_lines(added, form, turns, from);
-    model->is_rough |= loop || added->line.step > 1 || added->line.run > 1;
+    model->is_rough |= loop || added->line.run > 1 || added->line.residual > 0;
 }
 
 /* A free of a block that the micro-batch before left. False when the model does not have it. */
@@ -107,61 +103,6 @@ static bool add_previous(struct rbi_model *model, const struct rbi_form *form,
         return true;
     }
     return false;
-}
-
-/* A unit counts if it is the greatest common divisor of at least two allocations' sizes. Below
- * LEAST_UNIT that happens by chance. */
-#define LEAST_UNIT 256
-#define UNITS_TRIED 64
-/* Powers of two up to 256. */
-#define TILES_TRIED 9
-static void find_units(struct rbi_form *form)
-{
-    size_t units[UNITS_TRIED], times[UNITS_TRIED], count = 0;
-    form->unit_count = 0;
-    for (size_t j = 0; j < form->base->event_count; j++) {
-        if (form->base->events[j].kind != RBI_TRACE_ALLOC || rbi_form_loop_around(form, j))
-            continue;
-        const struct rbi_points points = rbi_form_points(form, NULL, j);
-        const size_t unit = rbi_points_unit(&points);
-        size_t at = 0;
-        if (points.count < 2 || unit < LEAST_UNIT || points.at[0].bytes == points.at[1].bytes)
-            continue;
-        while (at < count && units[at] != unit)
-            at++;
-        if (at == count && count < UNITS_TRIED) {
-            units[count] = unit;
-            times[count++] = 0;
-        }
-        times[at < count ? at : 0] += at < count;
-    }
-    for (size_t i = 0; i < count && form->unit_count < RBI_UNITS_MOST; i++) {
-        size_t at = form->unit_count;
-        if (times[i] < 2)
-            continue;
-        form->unit_count++;
-        for (; at > 0 && form->units[at - 1] < units[i]; at--)
-            form->units[at] = form->units[at - 1];
-        form->units[at] = units[i];
-    }
-}
-
-/* A tile counts if it alone explains at least two allocations. */
-static void find_tile(struct rbi_form *form)
-{
-    size_t times[TILES_TRIED] = {0}, most = 0;
-    form->tile = 0;
-    for (size_t j = 0; j < form->base->event_count; j++) {
-        if (form->base->events[j].kind != RBI_TRACE_ALLOC || rbi_form_loop_around(form, j))
-            continue;
-        const struct rbi_points points = rbi_form_points(form, NULL, j);
-        const struct rbi_line line = rbi_line_fit(&points);
-        for (size_t k = 1; k < TILES_TRIED && points.count > 2 && line.unit == 1; k++)
-            times[k] += line.step == (size_t)1 << k;
-    }
-    for (size_t k = 1; k < TILES_TRIED; k++)
-        most = times[k] > 1 && times[k] > times[most] ? k : most;
-    form->tile = most ? (size_t)1 << most : 0;
 }
 
 static void add_kept(struct rbi_model *model, const struct rbi_form *form)
@@ -202,14 +143,6 @@ static bool is_too_near(const struct rbi_form *form)
     return form->trace_count == 2 && form->base->count - first < NEAR;
 }
 
-/* A rounded size; also a constant one, where other sizes have tiles. */
-static bool is_doubtful(const struct rbi_model_event *event)
-{
-    return event->kind == RBI_TRACE_ALLOC &&
-           (event->line.unit > 1 ||
-            (event->points.tile && event->points.count > 1 && event->line.rise == 0));
-}
-
 /* Whether the last turn may be smaller: of its own allocations, or of those that it frees. */
 static bool is_ragged(const struct rbi_form *form, const struct rbi_form_loop *loop)
 {
@@ -226,8 +159,6 @@ static bool is_ragged(const struct rbi_form *form, const struct rbi_form_loop *l
 /* False when no size function explains what is done in turns. */
 static bool build(struct rbi_model *model, struct rbi_form *form)
 {
-    find_units(form);
-    find_tile(form);
     for (size_t j = 0; j < form->base->event_count;) {
         const struct rbi_trace_event *event = &form->base->events[j];
         const struct rbi_form_loop *loop = rbi_form_loop_at(form, j);
@@ -250,15 +181,13 @@ static bool build(struct rbi_model *model, struct rbi_form *form)
         j++;
     }
     add_kept(model, form);
-    for (size_t i = 0; i < model->event_count; i++)
-        model->is_doubtful |= is_doubtful(&model->events[i]);
     model->is_rough |= is_too_near(form);
     return true;
 }
 
 rebatch_status rbi_model_build(struct rbi_model *out, const struct rbi_traces *traces)
 {
-    struct rbi_form form = {.tile = 0};
+    struct rbi_form form = {0};
     const bool is_open = rbi_form_open(&form, traces);
     const size_t most = is_open ? form.base->event_count + 1 : 1;
     out->events = rbi_heap_calloc(most, sizeof *out->events);

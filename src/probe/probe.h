@@ -63,14 +63,12 @@ void rbi_trace_release(struct rbi_trace *trace);
 
 /* ---- bytes as a function of the samples (line.c) ---- */
 
-/* Samples are rounded up to multiples of `step`. Then a line through (count, bytes), rising by
- * `rise` every `run`; the quotient is rounded up, and what comes out and `up` more down to a
- * multiple of `unit`. Elsewhere than at `count` there is `residual` more, by which a line did not
- * explain a point. */
+/* A line through (count, bytes), rising by `rise` every `run` samples; the quotient is rounded up.
+ * Elsewhere than at `count` there is `residual` more, by which a line did not explain a point. */
 struct rbi_line {
-    size_t count, run, step;
+    size_t count, run;
     int64_t bytes, rise;
-    size_t unit, up, residual;
+    size_t residual;
 };
 size_t rbi_line_at(const struct rbi_line *line, size_t count);
 
@@ -81,16 +79,11 @@ struct rbi_point {
 struct rbi_points {
     struct rbi_point at[RBI_POINTS_MOST];
     size_t count;
-    size_t base;   /* the point whose bytes come out exactly */
-    size_t unit;   /* that such sizes are rounded up to, 1: not known */
-    size_t tile;   /* that samples are rounded up to for such sizes, 0: not known */
-    uint64_t draw; /* the seed of what is drawn at random; 0: the middle is taken */
+    size_t base; /* the point whose bytes come out exactly */
 };
-/* The first size function of docs/probe.md, "How sizes are fitted", that explains all points. They
- * rise by count. */
+/* The line through the last point and the first, or the one before it, whichever is steeper, with a
+ * residual up to the highest point above it. The points rise by count; one point: constant. */
 struct rbi_line rbi_line_fit(const struct rbi_points *points);
-/* The largest unit of which all sizes are multiples. */
-size_t rbi_points_unit(const struct rbi_points *points);
 /* Goes through the origin. */
 struct rbi_line rbi_line_scale(const struct rbi_point *point);
 struct rbi_line rbi_line_constant(size_t bytes);
@@ -119,7 +112,6 @@ struct rbi_model_event {
     bool is_last_first;       /* FREE in turns: the block of the last turn of the other loop */
     struct rbi_line line;     /* of the bytes; of FREE: those of the allocation */
     struct rbi_line last;     /* in turns: those of the last turn, over the samples left for it */
-    struct rbi_points points; /* what the line is drawn from; none: there is no other */
     rebatch_stream stream;
 };
 
@@ -156,7 +148,6 @@ struct rbi_model {
     struct rbi_line outside; /* of the device, held by others */
     size_t outside_fixed;    /* of that, what they held before the first trial */
     bool is_rough;           /* not all of it is a straight line of whole bytes a sample */
-    bool is_doubtful;        /* some sizes were rounded, or may have been */
     bool has_events;
     bool keeps;         /* a micro-batch leaves something to the next, which frees it */
     rebatch_pool *pool; /* whose rounding it is; may be NULL */
@@ -182,8 +173,6 @@ rebatch_status rbi_model_build(struct rbi_model *out, const struct rbi_traces *t
 /* What one micro-batch does and the next does not: a buffer made at first use, which then stays. */
 bool rbi_trace_is_one_off(const struct rbi_trace *trace, const struct rbi_trace_event *event);
 void rbi_model_release(struct rbi_model *model);
-/* A random model that explains what was seen: another one for each number, which is not 0. */
-void rbi_model_draw(struct rbi_model *model, uint64_t number);
 
 /* Goes through what `count` samples do, turn by turn. Set model and count, and the rest to zero. */
 struct rbi_cursor {
@@ -271,11 +260,6 @@ rebatch_status rbi_forecast_run(struct rbi_forecast *out, const struct rbi_model
 rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
                                     const struct rbi_setting *setting, size_t least, size_t most,
                                     size_t batch);
-/* The same from `near` on, for a model that differs little from one whose largest size that is.
- * Larger sizes above some that do not fit are not looked for. */
-rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
-                                 const struct rbi_setting *setting, size_t least, size_t most,
-                                 size_t batch, size_t near);
 
 /* ---- the search (size_search.c) ---- */
 
@@ -373,13 +357,6 @@ rebatch_status rbi_search_prepare(struct rbi_search *search, size_t count);
 /* The next size, the smallest to begin with; 0: `fits` is the answer, and leaves room for the
  * steps; it is 0 where nothing fits. */
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
-
-/* ---- how certain that is (confidence.c) ---- */
-
-/* Where more than one model explains what was seen, the size that is to be tried in place of the
- * one predicted, 0 for none.
- *  @param is_weighed  it has been: what failed was reckoned with */
-rebatch_status rbi_search_weigh(size_t *predicted, bool *is_weighed, struct rbi_search *search);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

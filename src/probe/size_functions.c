@@ -24,7 +24,7 @@ const struct rbi_form_loop *rbi_form_loop_around(const struct rbi_form *form, si
 struct rbi_points rbi_form_points(const struct rbi_form *form, const struct rbi_form_loop *loop,
                                   size_t event)
 {
-    struct rbi_points points = {.unit = 1, .tile = form->tile};
+    struct rbi_points points = {.count = 0};
     for (size_t t = 0; t < form->trace_count; t++) {
         size_t bytes = *rbi_form_bytes(form, event, t);
         if (bytes == RBI_NOT_MET)
@@ -39,10 +39,6 @@ struct rbi_points rbi_form_points(const struct rbi_form *form, const struct rbi_
         rbi_assert(points.count < RBI_POINTS_MOST);
         points.at[points.count++] = (struct rbi_point){form->traces[t]->count, bytes};
     }
-    const size_t common = rbi_points_unit(&points);
-    for (size_t i = 0; i < form->unit_count && points.unit == 1; i++)
-        if (common % form->units[i] == 0)
-            points.unit = form->units[i];
     return points;
 }
 

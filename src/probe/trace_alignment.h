@@ -8,7 +8,6 @@
 #define RBI_PERIOD_MOST 12
 #define RBI_LOOPS_MOST 64
 #define RBI_NOT_MET SIZE_MAX
-#define RBI_UNITS_MOST 8
 
 /* How the turns of a loop are alike. */
 enum rbi_sort {
@@ -33,9 +32,6 @@ struct rbi_form {
     const struct rbi_trace *base;
     const struct rbi_trace *traces[RBI_POINTS_MOST]; /* by rising count; the base is one of them */
     size_t trace_count, base_at, latest_at;
-    size_t units[RBI_UNITS_MOST]; /* that sizes are rounded up to, largest first */
-    size_t unit_count;
-    size_t tile; /* that samples are rounded up to, for several sizes; 0: not known */
     bool is_odd[RBI_POINTS_MOST]; /* not of the base's form */
     struct rbi_form_loop *loops;
     size_t loop_count;

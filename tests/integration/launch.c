@@ -400,14 +400,11 @@ Test(launch, a_probe_is_an_object)
         "null,\"ran\":null,\"fits\":null}]}\n");
     const char *const text = probe_of("json", "9MiB", true, 0);
     HAS(text, "\"batch_cost\":1600,\"device\"");
-    HAS(text, "\"size\":400,\"predicted_peak_bytes\":8388608,\"measured_peak_bytes\":8388608,"
-              "\"available_bytes\":9437184,\"twice\":800,\"twice_bytes\":14680064,"
-              "\"confidence\":\"EXACT\"");
-    HAS(text, "{\"size\":401,\"steps\":4,\"predicted_peak_bytes\":8388608,"
-              "\"reserved_bytes\":8388608,\"failing_bytes\":null,\"measured_peak_bytes\":null,"
-              "\"ran\":null,\"fits\":true},");
-    HAS(text, "{\"size\":800,\"steps\":2,\"predicted_peak_bytes\":14680064,"
-              "\"reserved_bytes\":null,\"failing_bytes\":14680064,");
+    HAS(text, "\"size\":400,\"predicted_peak_bytes\":null,\"measured_peak_bytes\":8388608,"
+              "\"available_bytes\":9437184,\"twice\":800,\"twice_bytes\":16777216,"
+              "\"confidence\":\"MEASURED\"");
+    HAS(text, "{\"size\":800,\"steps\":2,\"predicted_peak_bytes\":16777216,"
+              "\"reserved_bytes\":null,\"failing_bytes\":16777216,");
     HAS(probe_of("json", "1MiB", false, 3),
         "{\"status\":\"REBATCH_E_EXHAUSTED\",\"error\":\"nothing fits: out of memory in "
         "forward_backward of the smallest micro-batch, which needs 2.00 MiB, with 1.00 MiB "
