@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from rebatch.torch.batches.cut import cut_of
 from rebatch.torch.batches.join import join_results
 from rebatch.torch.session.report import Report, numbers_of_trainer
-from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.evaluation_parts import Parts
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.trainers.whole_batches import CutOrWhole
@@ -264,10 +264,10 @@ class _TrainingStep:
         options = dict(options)
         self._cut = CutOrWhole(options)
         self._optimizer = trainer.optimizers[0]
-        self.backward = Backward(
+        self.backward = TrainerBackward(
             trainer.strategy.model,
-            self._optimizer,
             self._loss,
+            optimizer=self._optimizer,
             backward=self._run_backward,
             slice=self._part,
             length=self._cut.length,

@@ -22,7 +22,7 @@ from rebatch.torch.check.training_snapshot import AllGenerators
 from rebatch.torch.saving.lighten import checkpointing
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.report import Report, numbers_of_trainer
-from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.evaluation_parts import Parts
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.trainers.whole_batches import CutOrWhole
@@ -238,7 +238,7 @@ class _TrainingStep:
         self.weigher = _Weigher(trainer, self._cut, self.options)
         if "lighten" not in self.options and _can_checkpoint(trainer):
             self.options["lighten"] = checkpointing(trainer.model)
-        self.backward: Optional[Backward] = None
+        self.backward: Optional[TrainerBackward] = None
         self.is_beginning = True  # a training, which may have a checkpoint's state
         self._replaced: List[tuple[Any, ...]] = []  # methods of the optimizer and of accelerate
 
@@ -298,12 +298,11 @@ class _TrainingStep:
 
         return clip
 
-    def _make_backward(self, model: Any) -> Backward:
-        optimizer = self._trainer.optimizer
-        return Backward(
+    def _make_backward(self, model: Any) -> TrainerBackward:
+        return TrainerBackward(
             model,
-            getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
             self._loss,
+            optimizer=self._trainer.optimizer,
             backward=lambda loss: self._trainer.accelerator.backward(loss, **self._keywords),
             normalizer=lambda inputs: 1,  # losses are weighted here
             slice=self._part,

@@ -4,6 +4,8 @@ BatchNorm, tied weights, autocast."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rebatch.torch as rebatch
+
 DEVICE = torch.device("cpu")  # where make() and placed() put what they make
 
 
@@ -105,6 +107,13 @@ def make(kind, samples=16, seed=0):
         tokens = torch.randint(0, 11, (samples, 6))
         model, batch = Gpt(), (tokens, tokens.roll(-1, 1))
     return placed(model), placed(*batch), token_loss if kind == "gpt" else regression_loss
+
+
+def step_or_backward(kind, model, optimizer, loss_fn, **options):
+    """A Step, or a Backward of which the optimizer is known."""
+    if kind == "step":
+        return rebatch.Step(model, optimizer, loss_fn, **options)
+    return rebatch.Backward(model, loss_fn, optimizer=optimizer, **options)
 
 
 def fails_above(loss_fn, largest, where="forward"):

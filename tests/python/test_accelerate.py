@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch.program.update import Update, first_update_bytes
+from rebatch.torch.update.first_memory import first_update_bytes
+from rebatch.torch.update.update import Update
 from models import fails_above, make, regression_loss, same_bits, state_of
 
 accelerate = pytest.importorskip("accelerate")

@@ -8,6 +8,7 @@ import pytest
 
 import rebatch.testing
 import rebatch.torch
+from rebatch.torch.session.options import PassOptions, SessionOptions
 
 ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
 
@@ -51,7 +52,10 @@ def test_args_has_each_argument(name):
         assert not re.search(r"^(\w+)( {2,}|: )\S.*\n {4,}", text, re.MULTILINE), "another style"
         return
     parameters = inspect.signature(OBJECTS[name]).parameters.values()
-    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+    others = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [p.name for p in parameters if p.kind not in others and p.name != "self"]
+    if name == "Backward":
+        named += [o for o in PassOptions.__annotations__ if o not in SessionOptions.__annotations__]
     assert ARGUMENT.findall(section(text, "Args")) == named
 
 
@@ -72,3 +76,11 @@ def test_the_other_adapters_have_a_docstring():
 
     for found in (rebatch.lightning.Rebatch, rebatch.transformers.RebatchTrainer):
         assert found.__doc__.strip()
+
+
+def test_all_options_are_in_the_docstrings():
+    words = set(re.findall(r"\w+", rebatch.torch.Backward.__doc__))
+    assert words.issuperset(PassOptions.__annotations__)
+    words = set(re.findall(r"\w+", rebatch.torch.Step.__doc__))
+    own = PassOptions.__annotations__.keys() - SessionOptions.__annotations__.keys()
+    assert words.issuperset(own)

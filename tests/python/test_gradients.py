@@ -5,16 +5,15 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch.trainers.backward import Backward
-from models import Unseen, fails_above, make, out_of_memory, same_bits, state_of
+from models import Unseen, fails_above, make, out_of_memory, same_bits, state_of, step_or_backward
 
 
 @pytest.mark.parametrize("kind", ("step", "backward"))
 @pytest.mark.parametrize("gradients", ("fresh", "inplace"))
 def test_a_gradient_that_is_kept_is_not_written_by_the_next_step(kind, gradients):
     model, batch, loss_fn = make("mlp")
-    make_step = rebatch.Step if kind == "step" else Backward
-    step = make_step(
+    step = step_or_backward(
+        kind,
         model,
         torch.optim.SGD(model.parameters(), 0.1),
         fails_above(loss_fn, 4),

@@ -156,7 +156,7 @@ def test_an_oom_leads_to_the_bits_of_a_run_that_started_smaller(options, where):
 
 
 def test_every_operation_of_a_batch_may_fail(monkeypatch):
-    class FailsIn(rebatch.lightning.Backward):
+    class FailsIn(rebatch.lightning.TrainerBackward):
         mode = FailAt(0)
 
         def __call__(self, batch):
@@ -173,7 +173,7 @@ def test_every_operation_of_a_batch_may_fail(monkeypatch):
         _, logger = fit(module, callback, epochs=1, limit_train_batches=1)
         return state_of(module), logger.values("error"), FailsIn.mode.failed
 
-    monkeypatch.setattr(rebatch.lightning, "Backward", FailsIn)
+    monkeypatch.setattr(rebatch.lightning, "TrainerBackward", FailsIn)
     expected, error, _ = run(0)
     failures = 0
     for n in range(1, 80, 2):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from rebatch.torch.trainers.backward import Backward
-from models import fails_above, make, out_of_memory
+from models import fails_above, make, out_of_memory, step_or_backward
 
 
 def with_extras(make_extras):
@@ -33,18 +32,17 @@ def limited(loss_fn, largest, where):
     return run
 
 
-def make_step(loss_fn, kind=rebatch.Step, **options):
+def make_step(loss_fn, kind="step", **options):
     model, batch, _ = make("mlp")
     model.eval()
-    step = kind(
-        model, torch.optim.SGD(model.parameters(), 0.0), loss_fn, log_level="quiet", **options
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = step_or_backward(kind, model, optimizer, loss_fn, log_level="quiet", **options)
     return step, batch
 
 
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("gradients", ("fresh", "inplace"))
-@pytest.mark.parametrize("kind", (rebatch.Step, Backward))
+@pytest.mark.parametrize("kind", ("step", "backward"))
 def test_each_sample_is_in_the_outputs_once(where, gradients, kind):
     loss_fn = with_extras(
         lambda predicted, y: {

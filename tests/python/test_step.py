@@ -14,8 +14,7 @@ import torch
 
 import rebatch.torch as rebatch
 from rebatch import _library as c
-from rebatch.torch.trainers.backward import Backward
-from rebatch.torch.session.options import SessionOptions
+from rebatch.torch.session.options import PassOptions
 from rebatch.torch.session.weak_methods import weakly
 from models import (
     FailAt,
@@ -271,7 +270,7 @@ def test_backward_that_nobody_has_is_gone_without_a_collection():
     try:
         model, batch, loss_fn = make("mlp")
         optimizer = torch.optim.AdamW(model.parameters())
-        backward = Backward(model, optimizer, loss_fn, log_level="quiet")
+        backward = rebatch.Backward(model, loss_fn, optimizer=optimizer, log_level="quiet")
         backward(batch)
         training = weakref.ref(backward._training)
         del backward
@@ -707,7 +706,7 @@ def test_wrong_options_are_said_when_the_step_is_made():
     arguments = inspect.signature(rebatch.Step.__init__).parameters.values()
     own = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY}
     listed = set(str(caught.value).split("one of ")[1].split(", "))
-    assert listed == own | set(SessionOptions.__annotations__)
+    assert listed == own | set(PassOptions.__annotations__)
     with pytest.raises(ValueError, match="on_oom is 'half': expected one of default, halve"):
         rebatch.Step(model, optimizer, loss_fn, on_oom="half")
     with pytest.raises(ValueError, match="whose step runs the model again"):

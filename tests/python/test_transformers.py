@@ -310,7 +310,7 @@ def test_batch_norm_gets_two_samples_or_more(tmp_path):
 
 
 def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
-    class FailsIn(rebatch.transformers.Backward):
+    class FailsIn(rebatch.transformers.TrainerBackward):
         mode = FailAt(0)
 
         def __call__(self, batch):
@@ -331,7 +331,7 @@ def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
         )
         return state_of(trainer.model), FailsIn.mode.failed
 
-    monkeypatch.setattr(rebatch.transformers, "Backward", FailsIn)
+    monkeypatch.setattr(rebatch.transformers, "TrainerBackward", FailsIn)
     expected, _ = run(0)
     failures = 0
     for n in range(1, 380, 31):

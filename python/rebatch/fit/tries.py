@@ -132,7 +132,7 @@ class _Attempt:
                 report = self._training.report
                 if report.ooms:
                     return Tried(self._size, False)
-                if self._training.program.update.is_of_trainer:
+                if self._training.program.update.is_of_program:
                     self._update()
                 peak = max(peak, report.peak_bytes)
         except Exception as error:
@@ -152,9 +152,9 @@ class _Attempt:
         )
 
     def _update(self) -> None:
-        """What a trainer does between two batches."""
+        """What the program does between two batches."""
         update = self._training.program.update
-        for optimizer in update.optimizers:
+        for optimizer in update.known_optimizers():
             type(optimizer).step(optimizer)
         for p in update.parameters:
             p.grad = None
@@ -167,7 +167,7 @@ class _Attempt:
         parameters = [p for p in program.modules.parameters() if p.device == device]
         states = [
             value
-            for optimizer in program.update.optimizers
+            for optimizer in program.update.known_optimizers()
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.device == device

@@ -1,13 +1,21 @@
-"""PyTorch training steps that survive running out of GPU memory.
+"""PyTorch training that survives running out of GPU memory.
 
-A training loop with a Step::
+A training loop of your own::
 
     import rebatch.torch as rebatch
 
     rebatch.install(limit="22GiB")                  # optional: rebatch's pool as the allocator
-    step = rebatch.Step(model, optimizer, loss_fn)  # loss_fn(model, samples) -> mean loss
+    backward = rebatch.Backward(model, loss_fn)     # loss_fn(model, samples) -> mean loss
     for batch in loader:                            # the effective batch
-        loss = step(batch)                          # as many micro-batches as memory asks for
+        loss = backward(batch)                      # as many micro-batches as memory asks for
+        optimizer.step()
+        optimizer.zero_grad()
+
+With a Step, which updates too::
+
+    train_step = rebatch.Step(model, optimizer, loss_fn)
+    for batch in loader:
+        loss = train_step(batch)
 """
 
 try:
@@ -25,6 +33,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
 from rebatch import Error, __version__
 from rebatch.fit.again import Fit
 from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
+from rebatch.torch.backward import Backward
 from rebatch.torch.batches.balance import balance
 from rebatch.torch.batches.outputs import Mean, Sum
 from rebatch.torch.batches.size_finder import find_batch_size
@@ -44,6 +53,7 @@ Fit.__module__ = Exhausted.__module__ = PeerFailed.__module__ = Torn.__module__ 
 ) = __name__
 
 __all__ = [
+    "Backward",
     "Check",
     "CutWarning",
     "Error",

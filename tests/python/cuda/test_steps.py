@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rebatch.torch as rebatch
 from rebatch import _library
-from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.update import TrainerUpdate
-from rebatch.torch.program.update import first_update_bytes
+from rebatch.torch.update.first_memory import first_update_bytes
 
 from conftest import INSTALLED, STANDIN, assert_passes_installed
 
@@ -203,6 +203,28 @@ def test_learning_leaves_room_for_what_the_optimizer_will_keep(standin):
         step(batch)
         assert step.report.ooms == 0, events
     assert step.report.micro >= first
+
+
+@pytest.mark.skipif(INSTALLED, reason="the pool's sizes are predicted anew after an update")
+def test_learning_leaves_room_for_an_optimizer_that_is_found(standin):
+    """As for one that is given. With SGD, which keeps nothing, the first size is larger."""
+    torch.manual_seed(0)
+    model = Wide(layers=24).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = torch.randn(64, 64, 512, device="cuda")
+
+    def first_size(**options):
+        model.zero_grad()
+        backward = rebatch.Backward(model, wide_loss, learn=True, **QUIET, **options)
+        backward(batch)
+        assert backward.report.ooms == 0
+        return backward.report.micro
+
+    with little_memory(150 * MIB):
+        without = first_size(optimizer=torch.optim.SGD(model.parameters(), 0.1))
+        given, found = first_size(optimizer=optimizer), first_size()
+        optimizer.step()
+    assert found == given < without
 
 
 def test_the_micro_batch_grows_when_memory_is_back(standin):
@@ -471,6 +493,19 @@ def test_a_probe_finds_a_size_that_runs(standin, capsys):
         assert step.report.micro == found.size
 
 
+@pytest.mark.skipif(not INSTALLED, reason="needs rebatch's pool")
+def test_a_probe_of_a_backward(standin):
+    step, batch = wide_step()
+    backward = rebatch.Backward(step.model, step.loss_fn, **QUIET)
+    with little_memory(200 * MIB):
+        found = backward.probe(batch)
+        assert 4 <= found.size < 32
+        for _ in range(3):
+            backward(batch)
+            assert backward.report.ooms == 0
+        assert backward.report.micro == found.size
+
+
 @pytest.mark.skipif(INSTALLED, reason="is about the native allocator")
 def test_without_install_a_probe_is_refused():
     step, batch = wide_step()
@@ -542,7 +577,7 @@ def trainer_update(**options):
     torch.manual_seed(0)
     model = Wide().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
-    backward = Backward(model, optimizer, wide_loss, **QUIET)
+    backward = TrainerBackward(model, wide_loss, optimizer=optimizer, **QUIET)
     batch = torch.randn(4, 512, 512, device="cuda")
     update = TrainerUpdate(backward)
 

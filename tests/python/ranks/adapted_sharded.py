@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import models
 from adapted import as_launched
 from models import FailAt, placed, same_bits
-from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.update import TrainerUpdate
 from sharded import adam, batch_of, loss_fn, plain, sharded, whole
 from trained import RANK_OF_FAILURES, error_of, everyones, swept
@@ -62,10 +62,10 @@ def _train(window, fails_at, is_failing, failing_update):
     """(state, error, the mode of the update that fails). Each update has two batches."""
     model = sharded(plain())
     optimizer, halves = adam(model), _halves()
-    backward = Backward(
+    backward = TrainerBackward(
         model,
-        optimizer,
         loss_fn,
+        optimizer=optimizer,
         window=window,
         growth=False,
         log_level="quiet",
@@ -138,7 +138,9 @@ def clipped():
             raise state["error"]
         return loss_fn(model, samples)
 
-    backward = Backward(model, adam(model), failing, log_level="quiet", group_timeout=60.0)
+    backward = TrainerBackward(
+        model, failing, optimizer=adam(model), log_level="quiet", group_timeout=60.0
+    )
     batch = batch_of(dist.get_rank())
     for _ in range(2):
         backward(batch)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -27,9 +27,9 @@ from rebatch.torch.check.training_snapshot import (
 )
 from rebatch.torch.private import TorchDispatchMode
 from rebatch.torch.program.program import Program, Running
-from rebatch.torch.program.update import Update
 from rebatch.torch.undo.generators import cuda_devices_of
 from rebatch.torch.undo.undo import Undo
+from rebatch.torch.update.passes import Passes
 
 Changes = Dict[Tuple[str, str], Any]
 RunAs = Callable[[Program], Tuple[float, int]]
@@ -73,24 +73,26 @@ def _under(mode: _FailingAt, function: Any) -> Any:
     return run
 
 
-class _NoUpdate(Update):
-    """An update that changes nothing, in the place of a Step's own."""
+class _NoUpdate(Passes):
+    """One that changes nothing, in the place of a program's own."""
 
-    def __init__(self, own: Update, mode: Optional[_FailingAt]):
-        super().__init__(own.optimizers, (), None, None)
+    def __init__(self, own: Passes, mode: Optional[_FailingAt]):
+        super().__init__((), own.optimizers)
         self._own, self._mode = own, mode
 
-    @property
-    def parameters(self) -> List[torch.nn.Parameter]:
-        return self._own.parameters
+    def every_parameter(self) -> Iterable[torch.nn.Parameter]:
+        return self._own.every_parameter()
 
     def with_gradients(
         self, parameters: Sequence[Optional[torch.nn.Parameter]]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
         return self._own.with_gradients(parameters)
 
+    def kept_bytes(self) -> int:
+        return self._own.kept_bytes()
+
     def zero_grad(self) -> None:
-        for p in self._own.parameters:
+        for p in self.parameters:
             p.grad = None
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -99,15 +101,6 @@ class _NoUpdate(Update):
 
     def first_bytes(self) -> int:
         return 0
-
-    def kept_bytes(self) -> int:
-        return self._own.kept_bytes()
-
-    def apply(self) -> None:
-        pass
-
-    def done(self) -> None:
-        pass
 
 
 def _norm(gradients: List[Optional[torch.Tensor]]) -> float:

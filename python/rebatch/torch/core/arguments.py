@@ -1,21 +1,22 @@
-"""The arguments of a Step: what is said of a wrong one, and how some become lists with names. Must
-not know a step that runs."""
+"""The arguments of a Backward or a Step: what is said of a wrong one, and how some become lists
+with names. Must not know a batch that runs."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import inspect
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
 from rebatch.torch.program.mistakes import check_loss_fn
 from rebatch.torch.program.program import Program, is_manager, listed
-from rebatch.torch.program.update import Update, check_has
 from rebatch.torch.ranks.agreement import REFUSED
+from rebatch.torch.session.options import PassOptions
 from rebatch.torch.session.session import session_options
 from rebatch.torch.undo.generators import Generators
+from rebatch.torch.update.passes import Passes, check_has, parameters_of
 
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 _ONCE = type(contextlib.contextmanager(iter)(()))
 
 
-def check_arguments(program: Program, names: Iterable[str]) -> None:
-    """Arguments that would else fail within a step, or only at an OOM. `names` are those of
-    arguments beside the session's options."""
-    _check_names(program.options, [*names, *inspect.signature(session_options).parameters])
+def check_arguments(program: Program) -> None:
+    """Arguments that would else fail within a step, or only at an OOM."""
     for module in listed(program.model):
         check_has("model", module, "named_buffers", "a torch.nn.Module")
     given = [("loss_fn", program.loss_fn), *(("lighten", rung) for rung in program.lighten)]
@@ -47,16 +46,34 @@ def check_arguments(program: Program, names: Iterable[str]) -> None:
     session_options(**program.options)
 
 
-def _check_names(options: Dict[str, Any], known: List[str]) -> None:
-    """TypeError for a keyword that is no argument of a Step."""
-    for name in options:
+# Options of a Step, and what a program with a Backward does instead.
+_OF_THE_UPDATE = {
+    "clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), {value!r}) after backward(batch)",
+    "scaler": (
+        "backward=scaler here, and scaler.step(optimizer) and scaler.update() after backward(batch)"
+    ),
+    "lr_scheduler": "scheduler.step() after optimizer.step()",
+    "before_update": "its lines between backward(batch) and optimizer.step()",
+}
+
+
+def check_names(kind: type, options: Dict[str, Any]) -> None:
+    """TypeError for a keyword that is no argument of a Backward, or of a Step."""
+    given = inspect.signature(kind).parameters.values()
+    known = [*PassOptions.__annotations__, *(p.name for p in given if p.kind is p.KEYWORD_ONLY)]
+    for name, value in options.items():
         if name in known:
             continue
+        if name in _OF_THE_UPDATE:
+            raise TypeError(
+                f"rebatch: {kind.__name__} has no option {name}, since the update is the "
+                f"program's: expected {_OF_THE_UPDATE[name].format(value=value)}, or a Step"
+            )
         near = difflib.get_close_matches(name, known, len(known), 0.0)  # all, the nearest first
         meant = f"expected one of {', '.join(near)}"
         if difflib.get_close_matches(name, near[:1]):
             meant = f"did you mean {near[0]}? The others are {', '.join(near[1:])}"
-        raise TypeError(f"rebatch: Step has no option {name}: {meant}")
+        raise TypeError(f"rebatch: {kind.__name__} has no option {name}: {meant}")
 
 
 def _check_autocast(autocast: Any) -> None:
@@ -91,15 +108,16 @@ def named_state(state: Any) -> List[Tuple[str, Any]]:
     return [(f"state[{i}]", part) for i, part in enumerate(parts)]
 
 
-def check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
+def check_match(modules: torch.nn.Module, update: Passes, state: Any) -> None:
     """ValueError for a model and an optimizer that do not go together."""
-    if not update.parameters:
+    if not (update.parameters or update.is_of_program):
         raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
     parts = [part for part in listed(state) if isinstance(part, torch.nn.Module)]
     known: Set[Any] = {p for module in (modules, *parts) for p in module.parameters()}
     known.update(part for part in listed(state) if isinstance(part, torch.Tensor))
     for optimizer in update.optimizers:
-        if known.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+        its = parameters_of([optimizer])
+        if its and known.isdisjoint(its):
             raise ValueError(
                 f"rebatch: no parameter of the optimizer {type(optimizer).__name__} is in the "
                 "model: expected an optimizer of the model's parameters, or a list of all the "
@@ -125,8 +143,7 @@ def ranks_or_none(
     if window is None and own_sizes:
         window = True  # each rank has its own sizes
     shared = {
-        "clip": str(update.clip),
-        "scaler": type(update.scaler).__name__,
+        **update.shared(),
         "normalizer": "None" if program.normalizer is None else "given",
         **shared,
     }
@@ -149,7 +166,7 @@ def ranks_or_none(
 def tell_ranks(
     model: Any, group: Any, timeout_seconds: float, window: Optional[bool], error: Exception
 ) -> None:
-    """This rank makes no Step: the others, which compare what theirs are made with, hear why."""
+    """This rank makes none: the others, which compare what theirs are made with, hear why."""
     with contextlib.suppress(Exception):
         from rebatch.torch.ranks.ranks import ranks_of  # needs a PyTorch with torch.distributed
 

@@ -18,7 +18,6 @@ from rebatch.torch.core.rehearsal import rehearse
 from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.mistakes import hooked, refuse_stepped
 from rebatch.torch.program.program import Running, listed
-from rebatch.torch.program.update import Update, torn_text, version_of
 from rebatch.torch.saving.levels import Rungs
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.session import Ended, Session
@@ -26,6 +25,8 @@ from rebatch.torch.session.weak_methods import weakly
 from rebatch.torch.undo.generators import Generators, cuda_devices_of
 from rebatch.torch.undo.gradients_outside import leaves_outside
 from rebatch.torch.undo.module_tree import unique
+from rebatch.torch.update.passes import Passes
+from rebatch.torch.update.update import torn_text, version_of
 
 if TYPE_CHECKING:
     from rebatch.torch.ranks.fsdp.lockstep import Lockstep  # need a PyTorch with torch.distributed
@@ -112,7 +113,7 @@ class Callbacks:
         return self._ranks.lockstep if self._ranks else None
 
     @property
-    def _update(self) -> Update:
+    def _update(self) -> Passes:
         return self._running.program.update
 
     # ---- a batch ----
@@ -121,8 +122,7 @@ class Callbacks:
         """A batch runs from now on: it is checked, and what it may change is looked for."""
         running = self._running
         self.failed_in_part = False
-        if self._update.applied:
-            self._update.look_at_applied()
+        self._update.begin()
         once_more("length", running.begin, batch)
         self._accumulated, self.is_applied = 0, False
         self.session.saves_attempts = True
@@ -135,7 +135,7 @@ class Callbacks:
         window = self._ranks.window if self._ranks else None
         if window:
             self._trained = window.trained()
-            self._kept = window.shards() if self._update.is_of_trainer else []
+            self._kept = window.shards() if self._update.is_of_program else []
         if is_training and self._looks_outside:
             self._looks_outside -= 1
             own = set(map(id, self._trained))

@@ -1,5 +1,5 @@
-"""Training: runs the effective batches of a program, one update each. A Step has one for users, and
-a Backward one for trainers that update by themselves."""
+"""Training: runs the effective batches of a program. A Backward has one, and a Step has one with an
+update."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from rebatch._library import lib
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import batch_norms, keep_pairs, train_any
-from rebatch.torch.batches.cut import Cut
+from rebatch.torch.batches.cut import cut_of
 from rebatch.torch.check.check import check_step
 from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.check.findings import Check, accepted_kinds
 from rebatch.torch.core.arguments import (
     check_arguments,
     check_match,
+    check_names,
     named_modules,
     named_state,
     ranks_or_none,
@@ -44,7 +45,6 @@ from rebatch.torch.core.arguments import (
 from rebatch.torch.core.callbacks import Callbacks
 from rebatch.torch.core.check_and_exit import check_if_asked, fit_if_asked, probe_if_asked
 from rebatch.torch.program.program import Program, Running, listed, refuse_update_in_loss_fn
-from rebatch.torch.program.update import Update
 from rebatch.torch.ranks.calls import Call
 from rebatch.torch.session.probe import Probe, run_probe
 from rebatch.torch.session.report import Report, Totals, report_of
@@ -52,6 +52,7 @@ from rebatch.torch.session.session import Session, session_options, why_of
 from rebatch.torch.session.swallowed import swallowing_line
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.undo import Undo
+from rebatch.torch.update.passes import Passes
 
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks  # needs a PyTorch with torch.distributed
@@ -167,6 +168,7 @@ class Training:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
         refuse_update_in_loss_fn()
         if not self.report.samples:  # the first batch
+            self.program.update.find()
             check_if_asked(self, batch)
             probe_if_asked(self, batch)
             fit_if_asked(self, batch)
@@ -307,7 +309,7 @@ class Training:
     # ---- for those who watch ----
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
-        """Step.numbers()."""
+        """Backward.numbers()."""
         return self.totals.numbers(self.report, self._room_bytes(), prefix)
 
     def _room_bytes(self) -> Optional[int]:
@@ -321,14 +323,15 @@ class Training:
     # ---- a probe, a check ----
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
-        """Step.probe(), without the table."""
+        """Backward.probe(), without the table."""
         self.open()
+        self.program.update.find()
         with self.gathered(Call.PROBES), self.holding(batch) as session, self.quiet():
             reserve = reserve_bytes + self.program.update.first_bytes()
             return run_probe(session, self.callbacks.ops, self.running.samples, reserve)
 
     def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
-        """Step.check()."""
+        """Backward.check()."""
         accepted = accepted_kinds(accept)
         if self.ranks and self.ranks.window:
             raise ValueError(
@@ -383,54 +386,40 @@ class Training:
 
 
 def training_of(
+    kind: type,
     model: Any,
-    optimizer: Any,
     loss_fn: Callable[[Any, Any], Any],
-    *,
-    normalizer: Optional[Callable[[Any], Any]] = None,
-    scaler: Any = None,
-    clip: Optional[float] = None,
-    lr_scheduler: Any = None,
-    autocast: Any = None,
-    cost: Optional[Callable[[Any, int, int], int]] = None,
-    lighten: Any = (),
-    slice: Optional[Callable[[Any, int, int], Any]] = None,
-    length: Optional[Callable[[Any], int]] = None,
-    batch_dim: int = 0,
-    generators: Sequence[Any] = (),
-    state: Any = (),
-    gradients: str = "fresh",
-    on_event: Optional[Callable[[str, Any], None]] = None,
-    group: Any = None,
-    group_timeout: float = 300.0,
-    window: Optional[bool] = None,
+    make_passes: Callable[[], Passes],
+    options: Dict[str, Any],
     shared: Optional[Dict[str, str]] = None,
-    update: Optional[Update] = None,
-    **options: Any,
 ) -> Training:
-    """That of the arguments of a Step, which are checked. `shared` is what else must be the same on
-    all ranks. An `update` is that of a trainer, which steps the optimizer, whatever is in it. All
-    ranks call this together."""
-    if gradients not in ("fresh", "inplace"):
-        raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
+    """That of the arguments of a Step or a Backward, the `kind`, which are checked. `options` are
+    PassOptions, and `shared` is what else must be the same on all ranks. All ranks call this
+    together."""
+    rest = dict(options)
+    group, group_timeout = rest.pop("group", None), rest.pop("group_timeout", 300.0)
+    window, state = rest.pop("window", None), rest.pop("state", ())
     try:
+        check_names(kind, options)
+        gradients = rest.pop("gradients", "fresh")
+        if gradients not in ("fresh", "inplace"):
+            raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
         program = Program(
             model,
             loss_fn,
-            update or Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
-            Cut(batch_dim, slice, length),
-            normalizer=normalizer,
-            autocast=autocast,
-            cost=cost,
-            lighten=listed(lighten),
-            generators=list(generators),
+            make_passes(),
+            cut_of(rest),
+            normalizer=rest.pop("normalizer", None),
+            autocast=rest.pop("autocast", None),
+            cost=rest.pop("cost", None),
+            lighten=listed(rest.pop("lighten", None)),
+            generators=list(rest.pop("generators", ())),
             is_fresh=gradients == "fresh",
-            on_event=on_event,
-            options=options,
+            on_event=rest.pop("on_event", None),
+            options=rest,
         )
-        check_arguments(program, (training_of.__kwdefaults__ or {}).keys() - {"shared", "update"})
-        if not update:
-            check_match(program.modules, program.update, state)
+        check_arguments(program)
+        check_match(program.modules, program.update, state)
         parts = named_state(state)
     except (TypeError, ValueError) as error:
         tell_ranks(model, group, group_timeout, window, error)

@@ -41,11 +41,20 @@ def check_loss_fn(function: Any) -> None:
         ) from None
 
 
-def refuse_fields() -> NoReturn:
-    """TypeError for a step that was called with the fields of a batch."""
+def refuse_order() -> NoReturn:
+    """TypeError for a Backward that was made with the arguments of a Step."""
     raise TypeError(
-        "rebatch: step was called with the fields of a batch: expected the batch as one argument, "
-        "such as step((x, y)) or step({'x': x, 'y': y}), and loss_fn gets samples in that form"
+        "rebatch: Backward was made with the arguments of a Step: expected "
+        "Backward(model, loss_fn), or Backward(model, loss_fn, optimizer=optimizer)"
+    )
+
+
+def refuse_fields(name: str) -> NoReturn:
+    """TypeError for a call with the fields of a batch."""
+    raise TypeError(
+        f"rebatch: {name} was called with the fields of a batch: expected the batch as one "
+        f"argument, such as {name}((x, y)) or {name}({{'x': x, 'y': y}}), and loss_fn gets samples "
+        "in that form"
     )
 
 
@@ -53,11 +62,11 @@ _BACKWARD = ("backward", "manual_backward")
 _NAMES = re.compile("LOAD|STORE")  # of variables; an instruction may have two
 
 
-def refuse_backward(caller: types.FrameType) -> None:
-    """ValueError where a program that calls a Step goes straight on to a backward() of its loss."""
+def refuse_backward(caller: types.FrameType, is_of_program: bool) -> None:
+    """ValueError where a program that calls one goes straight on to a backward() of its loss."""
     code = [it for it in dis.get_instructions(caller.f_code) if it.offset > caller.f_lasti]
     if code[0].argval in _BACKWARD:  # step(batch).backward()
-        _refuse_line(caller, code[0].offset)
+        _refuse_line(caller, code[0].offset, is_of_program)
     if not re.match("STORE_(FAST|NAME|GLOBAL|DEREF)", code[0].opname):
         return
     loss, *others = _variables(code[0])
@@ -69,7 +78,7 @@ def refuse_backward(caller: types.FrameType) -> None:
         if it.opcode in dis.hasjrel or it.opcode in dis.hasjabs or loss in names:
             return  # what runs next is not known, or the loss is another
         if ("LOAD", loss[1]) in names and any(("", name) in names for name in _BACKWARD):
-            _refuse_line(caller, it.offset)
+            _refuse_line(caller, it.offset, is_of_program)
         if it.opname == "POP_TOP" or "STORE" in it.opname:
             names = []
 
@@ -80,12 +89,16 @@ def _variables(it: dis.Instruction) -> List[Tuple[str, Any]]:
     return list(zip(_NAMES.findall(it.opname), names))
 
 
-def _refuse_line(caller: types.FrameType, offset: int) -> NoReturn:
+def _refuse_line(caller: types.FrameType, offset: int, is_of_program: bool) -> NoReturn:
     code = caller.f_code
     line = max(line for at, line in dis.findlinestarts(code) if at <= offset and line)
+    name, more = (
+        ("Backward", "") if is_of_program else ("Step", ", optimizer.step() and zero_grad()")
+    )
     raise ValueError(
-        f"rebatch: {code.co_filename}:{line} calls backward() on the loss of step(batch), and a "
-        "Step has done that: expected the loop without this line, optimizer.step() and zero_grad()"
+        f"rebatch: {code.co_filename}:{line} calls backward() on the loss of "
+        f"{name.lower()}(batch), and a {name} has done that: expected the loop without this "
+        f"line{more}"
     )
 
 
@@ -101,7 +114,7 @@ def refuse_gradients(
     raise ValueError(
         f"rebatch: {names[0]} got a gradient while {loss_name} ran, which counts once in each "
         f"micro-batch, whatever its size: expected {loss_name} to return the sum of its losses and "
-        "to call no backward(), since the Step calls it"
+        "to call no backward(), since rebatch calls it"
     )
 
 
@@ -137,14 +150,13 @@ def refuse_stepped(
         )
 
 
-def refuse_scaled(loss_name: str, loss: torch.Tensor) -> None:
+def refuse_scaled(loss_name: str, loss: torch.Tensor, option: str) -> None:
     """ValueError for a loss from scale() of a GradScaler. Its weight would be another one once the
     scale changes, and the update that many times as large."""
     if any(map(_is_scale, _factors(loss))):
         raise ValueError(
             f"rebatch: {loss_name} returned a loss that a GradScaler has scaled: expected the loss "
-            "itself, and the scaler as scaler= of the Step, which calls its scale(), step() and "
-            "update()"
+            f"itself, and {option} among the options, by which rebatch scales it"
         )
 
 

@@ -17,10 +17,10 @@ from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
 from rebatch.torch.batches.cut import Cut, owned
 from rebatch.torch.batches.outputs import split_result
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
-from rebatch.torch.program.update import Update
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.generators import Generators
 from rebatch.torch.undo.undo import Undo
+from rebatch.torch.update.passes import Passes
 
 
 def listed(value: Any) -> List[Any]:
@@ -46,9 +46,9 @@ def refuse_update_in_loss_fn() -> None:
     """An update within an attempt could not be taken back."""
     if _loss_fn.is_running:
         raise ValueError(
-            "rebatch: a Step was called within a loss_fn, where its update would stay if the "
-            "micro-batch fails and runs again: expected a call before or after the Step whose "
-            "loss_fn that is"
+            "rebatch: a Step or Backward was called within a loss_fn, where its update or "
+            "gradients would stay if the micro-batch fails and runs again: expected a call before "
+            "or after that of the one whose loss_fn that is"
         )
 
 
@@ -58,7 +58,7 @@ class Program:
 
     model: Any
     loss_fn: Callable[[Any, Any], Any]
-    update: Update  # optimizers, schedulers, scaler, clip
+    update: Passes  # or an Update: optimizers, schedulers, scaler, clip
     cut: Cut  # batch_dim, slice, length
     normalizer: Optional[Callable[[Any], Any]] = None
     autocast: Any = None
@@ -105,7 +105,7 @@ class Program:
     def handled(self) -> Set[int]:
         """The ids of what a Step steps, saves or calls by itself."""
         update = self.update
-        parts = [*update.given, *update.optimizers, *update.schedulers, update.scaler]
+        parts = [*update.given, *update.optimizers, *update.schedulers, update.scales]
         parts += self.generators
         return {id(part) for part in (*parts, *listed(self.model))}
 
@@ -197,7 +197,7 @@ class Running:
         refuse_gradients(program.loss_name, listed(program.model), trained)
         self._check(loss)
         if self._is_first_loss:
-            refuse_scaled(program.loss_name, loss)
+            refuse_scaled(program.loss_name, loss, program.update.scaler_option)
             self._is_first_loss = False
         if program.normalizer:
             return loss / self.divisor, extras

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from rebatch import _library as c
 from rebatch.torch.private import sync_module_states
 from rebatch.torch.program.gradients import SharedAccumulators
-from rebatch.torch.program.update import Update, check_above_zero
 from rebatch.torch.ranks import agreement
 from rebatch.torch.ranks.calls import Call
 from rebatch.torch.ranks.ddp_gradients import ReducedAccumulators, backend_of
@@ -40,6 +39,8 @@ from rebatch.torch.session.gpu_wait import Work
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Exhausted, Lost, PeerFailed
 from rebatch.torch.session.weak_methods import weakly
+from rebatch.torch.update.passes import Passes
+from rebatch.torch.update.update import check_above_zero
 
 # What each rank's votes say beside the C library's words.
 _WEIGHT, _MICRO, _KEYS, _FAILURE = range(4)
@@ -110,7 +111,7 @@ class Ranks:
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
         self._has_compared, self._keys = False, ""  # those of the first batch
-        self._update: Optional[Update] = None  # of a model of fully_shard()
+        self._update: Optional[Passes] = None  # of a model of fully_shard()
         self.accumulators: SharedAccumulators = (
             WindowAccumulators(window, timeout_seconds)
             if window
@@ -181,7 +182,7 @@ class Ranks:
         self._join_update()
         return True
 
-    def take_update(self, update: Update) -> None:
+    def take_update(self, update: Passes) -> None:
         """From now on an update of a model of fully_shard() clips by the norm that all ranks have
         found, and its GradScaler skips what all of them skip. ValueError for one that cannot."""
         if self.window:
@@ -192,7 +193,7 @@ class Ranks:
     def _join_update(self) -> None:
         sums, update = self.accumulators, self._update
         if update and isinstance(sums, ShardedAccumulators):
-            sums.has_norm = update.is_of_trainer or update.clip is not None
+            sums.has_norm = update.wants_norm
             sums.scaler = update.scaler
             update.clip_gradients, update.unscale_gradients = sums.clip, sums.unscale
 

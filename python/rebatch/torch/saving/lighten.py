@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rebatch.torch.program.update import check_has, check_optimizer
+from rebatch.torch.update.passes import check_has, check_optimizer
 from rebatch.torch.saving.host_inputs import HostInputs
 
 

@@ -1,16 +1,18 @@
-"""The options of a session as type checkers see them: Step(micro_strat=4) is underlined.
+"""The options of a Backward and a Step, each spelt once: type checkers underline
+Step(micro_strat=4).
 
-session_options() in session.py has their defaults, docs/pytorch.md says what they do.
+session_options() in session.py has the defaults of a session's options, and training_of() those of
+the passes. docs/pytorch.md says what they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict
 
 
 class SessionOptions(TypedDict, total=False):
-    """Keywords of a Step beside its own."""
+    """Limits of the session, and what it says."""
 
     micro_start: int
     micro_smallest: int
@@ -29,3 +31,22 @@ class SessionOptions(TypedDict, total=False):
     log_level: Literal["default", "quiet", "error", "warn", "info", "debug"]
     log_file: str | None
     log_format: Literal["text", "json"]
+
+
+class PassOptions(SessionOptions, total=False):
+    """All of the passes."""
+
+    normalizer: Callable[[Any], Any] | None
+    autocast: Any
+    cost: Callable[[Any, int, int], int] | None
+    lighten: Callable[[bool], None] | Sequence[Callable[[bool], None]]
+    slice: Callable[[Any, int, int], Any] | None
+    length: Callable[[Any], int] | None
+    batch_dim: int
+    generators: Sequence[Any]
+    state: Any
+    gradients: Literal["fresh", "inplace"]
+    on_event: Callable[[str, Any], None] | None
+    group: Any
+    group_timeout: float
+    window: bool | None

@@ -1,5 +1,4 @@
-"""Backward: the passes of a batch without an update, for trainers that clip gradients and update by
-themselves."""
+"""TrainerBackward: what an adapter needs of a Backward beside its passes."""
 
 from __future__ import annotations
 
@@ -7,70 +6,20 @@ from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional
 
 import torch
 
+from rebatch.torch.backward import Backward
 from rebatch.torch.batches.cut import Cut
 from rebatch.torch.check.findings import accepted_kinds
-from rebatch.torch.core.training import training_of
-from rebatch.torch.program.update import Update
-from rebatch.torch.session.report import Report
+from rebatch.torch.program.program import listed
+from rebatch.torch.update.passes import Passes
 
 
-class _NoUpdate(Update):
-    """The gradients of all parameters that a trainer may update, and the memory of its update."""
-
-    is_of_trainer = True
-
-    def __init__(
-        self,
-        parameters: Callable[[], Iterable[torch.nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
-        backward: Optional[Callable[[torch.Tensor], Any]],
-    ):
-        super().__init__([optimizer], [], None, None)
-        self._all_parameters, self._given_backward = parameters, backward
-
-    def backward(self, loss: torch.Tensor) -> None:
-        if self._given_backward:
-            self._given_backward(loss)
-        else:
-            super().backward(loss)
-
-    @property
-    def parameters(self) -> List[torch.nn.Parameter]:
-        return [p for p in self._all_parameters() if p.requires_grad]
-
-    @property
-    def device(self) -> torch.device:
-        """That of the first parameter that trains, or of the first one."""
-        every = [*self.parameters, *self._all_parameters()]
-        return every[0].device if every else torch.device("cpu")
-
-    def with_gradients(
-        self, parameters: Sequence[Optional[torch.nn.Parameter]]
-    ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
-        mine = self.parameters
-        return mine, mine
-
-    def zero_grad(self) -> None:
-        pass
-
-    def apply(self) -> None:
-        pass
-
-
-class Backward:
-    """Runs an effective batch forward and backward, in micro-batches that fit, and adds its
-    gradients to .grad, as loss.backward() does. Returns the loss of the batch.
-
-    An OOM leads to smaller micro-batches; what was in .grad is added once. Memory for the
-    optimizer's first step is made free. After an exception .grad is as it was before.
-
-    With a model of fully_shard() the gradients in .grad are those of all ranks, and clip() scales
-    them.
+class TrainerBackward(Backward):
+    """A Backward within a trainer that clips gradients and updates by itself. With a model of
+    fully_shard() clip() scales its gradients.
 
     Args:
-        backward: backward(loss), instead of loss.backward(), for example to scale the loss
         check: check the first batch, and print what was found; a mistake raises ValueError. True,
-            or the kinds of mistakes that are meant to be so, as Step.check's accept
+            or the kinds of mistakes that are meant to be so, as Backward.check's accept
         shared: the trainer's settings by name, which must be the same on all ranks
         loss_name: what users call loss_fn, in what is said of it
         functions: those of the program that loss_fn runs
@@ -78,15 +27,15 @@ class Backward:
         aside: a context manager around runs of loss_fn that are no part of a batch
         within: the Cut that `slice` cuts by
 
-    The other arguments are those of Step."""
+    The other arguments are those of Backward."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
+        model: Any,
+        loss_fn: Callable[[Any, Any], Any],
         *,
-        backward: Optional[Callable[[torch.Tensor], Any]] = None,
+        optimizer: Any = None,
+        backward: Any = None,
         check: Any = False,
         shared: Optional[Dict[str, Any]] = None,
         loss_name: str = "loss_fn",
@@ -96,47 +45,25 @@ class Backward:
         within: Optional[Cut] = None,
         **options: Any,
     ):
+        def passes() -> Passes:
+            made = Passes(listed(model), listed(optimizer), backward)
+            made.wants_norm = True
+            return made
+
         named = {name: str(value) for name, value in (shared or {}).items()}
-        update = _NoUpdate(model.parameters, optimizer, backward)
-        self._training = training_of(
-            model, optimizer, loss_fn, shared=named, update=update, **options
-        )
         self._summed: List[Tuple[torch.Tensor, int]] = []  # gradients of which the norm is known
         self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
         self._is_to_check = check is not False
+        self._make(Backward, model, loss_fn, passes, options, named)
         program = self._training.program
         program.loss_name, program.owners = loss_name, list(owners)
         program.functions = None if functions is None else list(functions)
         program.aside, program.cut.within = aside or program.aside, within
 
     @property
-    def model(self) -> Any:
-        """Which it was made with."""
-        return self._training.program.model
-
-    @property
-    def device(self) -> torch.device:
-        """That of the first parameter, now."""
-        return self._training.program.device
-
-    @property
     def is_sharded(self) -> bool:
         """The model is one of fully_shard()."""
         return self._training.running.has_window
-
-    @property
-    def report(self) -> Report:
-        """What the last batch needed."""
-        return self._training.report
-
-    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
-        """Those of a Step."""
-        return self._training.numbers(prefix)
-
-    @property
-    def outputs(self) -> Any:
-        """What loss_fn returned beside the loss, for the last batch."""
-        return self._training.outputs
 
     @property
     def samples(self) -> int:
@@ -157,15 +84,7 @@ class Backward:
         """The memory that can be allocated now."""
         return self._training.open().available_bytes()
 
-    def state_dict(self) -> Dict[str, int]:
-        """Of a Step: a resumed training goes on at the size that was found."""
-        return self._training.state_dict()
-
-    def load_state_dict(self, state: Dict[str, int]) -> None:
-        """Go on where state_dict() was taken."""
-        self._training.load_state_dict(state)
-
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any = None, *_: Any, **__: Any) -> torch.Tensor:
         """The passes of one batch. Returns its loss: a detached scalar, on the device."""
         if self._is_to_check:
             self._check_first(batch)

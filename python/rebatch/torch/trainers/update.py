@@ -13,10 +13,10 @@ import torch
 from rebatch._library import lib
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.allocator import phases
-from rebatch.torch.program.update import torn_text, version_of
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Exhausted, Torn
-from rebatch.torch.trainers.backward import Backward
+from rebatch.torch.trainers.backward import TrainerBackward
+from rebatch.torch.update.update import torn_text, version_of
 
 # The first update makes the optimizer's state; one after it is measured. A measurement resets
 # PyTorch's peak statistics, so there are few attempts.
@@ -28,7 +28,7 @@ class TrainerUpdate:
     memory that an earlier one needed, unless the host's serves it, and says what an OOM within an
     update has left."""
 
-    def __init__(self, backward: Backward):
+    def __init__(self, backward: TrainerBackward):
         self._backward = backward
         self._needed_bytes: Dict[tuple[Any, ...], int] = {}  # by updates of each kind
         self._versions: List[int] = []  # of the parameters, before the step

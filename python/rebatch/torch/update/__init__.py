@@ -1,0 +1,1 @@
+"""What comes after the passes of a batch: the update, by a Step or by the program."""

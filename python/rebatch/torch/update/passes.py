@@ -1,0 +1,240 @@
+"""What the passes of a batch know of the update that follows them, whoever makes it: which
+gradients they leave, how a loss goes backward, and the memory that the first update takes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+
+import torch
+
+from rebatch.torch.undo.contents import is_same_dict
+from rebatch.torch.undo.module_tree import unique
+from rebatch.torch.update.first_memory import (
+    first_kept_bytes,
+    first_update_bytes,
+    rehearse_first_update,
+)
+
+
+def check_has(name: str, value: Any, member: str, expected: str) -> None:
+    """TypeError for an argument that does not have a member of what is expected."""
+    if not hasattr(value, member):
+        raise TypeError(f"rebatch: {name} is of type {type(value).__name__}: expected {expected}")
+
+
+def check_optimizer(name: str, value: Any) -> None:
+    check_has(name, value, "param_groups", "a torch.optim.Optimizer")
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """That of accelerate's wrapper, whose step() and zero_grad() do nothing in some iterations, and
+    which has a GradScaler of its own."""
+    while type(optimizer).__module__ == "accelerate.optimizer" and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def parameters_of(optimizers: Iterable[Any]) -> List[torch.nn.Parameter]:
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+
+def optimizers_with(parameters: Iterable[torch.nn.Parameter]) -> List[torch.optim.Optimizer]:
+    """All optimizers of the process that have one of these parameters."""
+    wanted: Set[int] = set(map(id, parameters))
+    kinds: Dict[type, bool] = {}
+    found = []
+    gc.collect()  # optimizers that nobody has are in cycles with their schedulers
+    for value in gc.get_objects():
+        kind = type(value)
+        if kind not in kinds:
+            kinds[kind] = issubclass(kind, torch.optim.Optimizer)
+        if kinds[kind]:
+            found.append(inner_optimizer(value))
+    del value
+    with_one = []
+    for optimizer in unique(found):
+        with contextlib.suppress(Exception):  # it may be one that was never made whole
+            if not wanted.isdisjoint(map(id, parameters_of([optimizer]))):
+                with_one.append(optimizer)
+    return with_one
+
+
+def _scaled_backward(scaler: Any, loss: torch.Tensor) -> None:
+    # The first scale() makes two tensors: after an OOM in the second one it makes both again.
+    if getattr(scaler, "_growth_tracker", scaler) is None:
+        scaler._scale = None
+    scaler.scale(loss).backward()
+
+
+class Passes:
+    """The update is the program's: gradients of all parameters of a model are added to .grad.
+
+    modules       the model's
+    optimizers    of the program, as far as they are known
+    backward      backward(loss), or a GradScaler"""
+
+    is_of_program = True
+    wants_norm = False  # of the gradients of a model of fully_shard()
+    reads_gradients = False  # whether apply() reads on the host what it computes from them
+    scaler_option = "backward=scaler"  # what a program writes for a loss that is scaled
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        backward: Any = None,
+    ):
+        self._modules, self.given = list(modules), list(optimizers)
+        for optimizer in self.given:
+            check_optimizer("optimizer", optimizer)
+        self.optimizers = [inner_optimizer(optimizer) for optimizer in self.given]
+        self._found: List[Callable[[], Any]] = []  # weak references to the program's own
+        self.schedulers: List[Any] = []
+        self.scaler: Any = None  # that unscales here
+        self.take_backward(backward)
+        # Groups of each optimizer and what they have, at the points of guards.
+        self._groups: Dict[int, List[Tuple[Any, List[Tuple[Any, Any]]]]] = {}
+        self._known: Any = None  # the parameters of which with_gradients() was asked last
+        self._with_gradients: Tuple[List[Any], List[Any]] = ([], [])
+        # In place of PyTorch's ways, which make collectives of their own for DTensors.
+        self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
+            torch.nn.utils.clip_grad_norm_
+        )
+        self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
+
+    def take_backward(self, backward: Any) -> None:
+        self.scales: Any = None  # a scaler of the loss
+        if hasattr(backward, "scale"):
+            self.scales, backward = backward, functools.partial(_scaled_backward, backward)
+        if not (backward is None or callable(backward)):
+            raise TypeError(
+                f"rebatch: backward is of type {type(backward).__name__}: expected a function "
+                "backward(loss), such as accelerator.backward, or a torch.amp.GradScaler"
+            )
+        self._backward: Callable[[torch.Tensor], Any] = backward or torch.Tensor.backward
+
+    # ---- what an attempt changes ----
+
+    def save(self, point: int) -> None:
+        """Before an attempt. Calls no function: it runs in each step."""
+        self._groups[point] = [
+            (o.param_groups, [(group, {**group}) for group in o.param_groups])
+            for o in self.optimizers
+        ]
+
+    def succeeded(self) -> None:
+        """What an attempt has changed there stays."""
+
+    def restore(self, point: int) -> None:
+        """After one that failed."""
+        for groups, saved in self._groups[point]:
+            groups[:] = [group for group, _ in saved]
+            for group, entries in saved:
+                if not is_same_dict(group, entries):
+                    group.clear()
+                    group.update(entries)
+
+    def named_parts(self) -> List[Tuple[str, Any]]:
+        """The optimizers, schedulers and scaler, by name."""
+        parts = {"optimizer": self.optimizers, "lr_scheduler": self.schedulers}
+        found = [
+            (name if len(each) == 1 else f"{name}[{i}]", part)
+            for name, each in parts.items()
+            for i, part in enumerate(each)
+        ]
+        return found if self.scales is None else [*found, ("scaler", self.scales)]
+
+    def shared(self) -> Dict[str, str]:
+        """What must be the same on all ranks."""
+        return {}
+
+    # ---- which gradients ----
+
+    def every_parameter(self) -> Iterable[torch.nn.Parameter]:
+        """Those that get gradients, or may."""
+        return (p for module in self._modules for p in module.parameters())
+
+    @property
+    def parameters(self) -> List[torch.nn.Parameter]:
+        """Those that get gradients."""
+        return unique(p for p in self.every_parameter() if p.requires_grad)
+
+    def _cleared(self) -> List[torch.nn.Parameter]:
+        """Those whose gradients zero_grad() clears."""
+        return []
+
+    def with_gradients(
+        self, parameters: Sequence[Optional[torch.nn.Parameter]]
+    ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
+        """Of the parameters whose gradients zero_grad() clears and a model's, which may come twice
+        or be None: all that get gradients, and those of them whose gradients it leaves, and to
+        which a batch adds its own."""
+        cleared = self._cleared()
+        each = [*cleared, *parameters]
+        known = list(map(id, each)), [p is not None and p.requires_grad for p in each]
+        if known != self._known:
+            mine = {id(p): p for p in cleared if p.requires_grad}
+            others = {id(p): p for p in parameters if p is not None and p.requires_grad}
+            kept = [p for key, p in others.items() if key not in mine]
+            self._known, self._with_gradients = known, ([*mine.values(), *kept], kept)
+        return self._with_gradients
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter that gets a gradient, or of the first one: a module may be
+        moved at any time."""
+        first = None
+        for p in self.every_parameter():
+            if p.requires_grad:
+                return p.device
+            first = p if first is None else first
+        return torch.device("cpu") if first is None else first.device
+
+    # ---- around the passes ----
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    def zero_grad(self) -> None:
+        """Before its first pass, and before the first one again."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch's loss to .grad."""
+        self._backward(loss)
+
+    def finish_gradients(self) -> None:
+        """When the last micro-batch is accumulated. This may change gradients, so an OOM here makes
+        the effective batch run again."""
+
+    def apply(self) -> None:
+        """Change the parameters."""
+
+    def done(self) -> None:
+        """The batch has succeeded."""
+
+    # ---- the memory of the first update ----
+
+    def find(self) -> None:
+        """Where no optimizer was given, look for the program's."""
+        if not self.optimizers:
+            self._found = [weakref.ref(o) for o in optimizers_with(self.parameters)]
+
+    def known_optimizers(self) -> List[Any]:
+        """Those that were given, or found."""
+        found = (reference() for reference in self._found)
+        return self.optimizers or [optimizer for optimizer in found if optimizer is not None]
+
+    def first_bytes(self) -> int:
+        return sum(map(first_update_bytes, self.known_optimizers()))
+
+    def kept_bytes(self) -> int:
+        """What the first step will keep."""
+        return sum(map(first_kept_bytes, self.known_optimizers()))
+
+    def rehearse(self) -> None:
+        for optimizer in self.known_optimizers():
+            rehearse_first_update(optimizer)
