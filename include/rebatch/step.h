@@ -180,11 +180,14 @@ typedef struct rebatch_step_ops {
      *  collective; the other ranks' collectives then end by their own timeout. So they do when
      *  reduce itself fails with another status: it is not called again. */
     rebatch_status (*reduce)(bool is_abandoned, void *user);
+    /** Optional. Samples from `first` on that are left in its part of the batch, such as a loader's
+     *  batch: no micro-batch goes beyond. 0 counts as 1. As cost, but not with lockstep. */
+    size_t (*part)(size_t first, void *user);
 } rebatch_step_ops;
 /** Step operations without callbacks: set the first three, and the optional ones as needed. */
 #define REBATCH_STEP_OPS_INIT                                                                      \
     {                                                                                              \
-        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL                      \
+        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL                \
     }
 
 /** What rebatch_map() runs. The rules for results of callbacks apply (rebatch_step_ops). */

@@ -284,6 +284,7 @@ Lighten = CFUNCTYPE(c_int, c_uint, c_void_p)
 Cost = CFUNCTYPE(c_uint64, c_size_t, c_size_t, c_void_p)
 Resize = CFUNCTYPE(c_int, c_size_t, c_void_p)
 Reduce = CFUNCTYPE(c_int, c_bool, c_void_p)
+Part = CFUNCTYPE(c_size_t, c_size_t, c_void_p)
 
 
 class StepOps(Struct):
@@ -297,6 +298,7 @@ class StepOps(Struct):
         ("cost", Cost),
         ("resize", Resize),
         ("reduce", Reduce),
+        ("part", Part),
     ]
 
 

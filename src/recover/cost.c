@@ -1,4 +1,5 @@
-/* Owns what a micro-batch is measured by, its samples or their cost, and where it is cut.
+/* Owns what a micro-batch is measured by, its samples or their cost, and where it is cut: within a
+ * part of the batch, where the step has parts.
  * Must not know memory. */
 #include "recover/recover.h"
 
@@ -13,6 +14,37 @@ size_t rbi_size_of(const rebatch *rb, size_t first, size_t count)
 {
     rbi_assert(count > 0 && count <= rb->run.batch && first <= rb->run.batch - count);
     return rb->run.by_cost ? cost_of(rb, first, count) : count;
+}
+
+/* From `first` on, in the part of the batch that has it. */
+static size_t left_in_part(const rebatch *rb, size_t first)
+{
+    const struct rbi_run *run = &rb->run;
+    const size_t left = run->batch - first;
+    return run->ops->part ? rbi_min(left, rbi_max(run->ops->part(first, run->user), 1)) : left;
+}
+
+void rbi_parts_begin(rebatch *rb)
+{
+    if (!rb->run.ops->part)
+        return;
+    size_t longest = 0;
+    for (size_t first = 0, size; first < rb->run.batch; first += size) {
+        size = left_in_part(rb, first);
+        longest = rbi_max(longest, size);
+    }
+    rb->run.most = rbi_min(rb->run.most, longest);
+}
+
+/* Whether a part begins with the sample `first`, which has `left` in it. */
+static bool begins_part(rebatch *rb, size_t first, size_t left)
+{
+    struct rbi_run_cut *const cut = &rb->run.cut;
+    if (first < cut->part_first || first >= cut->part_end) {
+        cut->part_first = first;
+        cut->part_end = first + left;
+    }
+    return first == cut->part_first;
 }
 
 /* The most samples from `first` on, up to `most`, that cost no more than the budget; 0: not even
@@ -44,7 +76,7 @@ static size_t within_budget(const rebatch *rb, size_t first, size_t most, size_t
 size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
 {
     rbi_assert(first < rb->run.batch);
-    const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), rb->run.batch - first);
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), left_in_part(rb, first));
     const size_t count = within_budget(rb, first, most, budget);
     if (count == most)
         return most;
@@ -58,15 +90,16 @@ size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
 static size_t cut_by_size(rebatch *rb, size_t first)
 {
     const size_t size = rbi_micro_size(rb, rb->run.batch);
-    const size_t left = rb->run.batch - first;
+    const size_t left = left_in_part(rb, first);
+    const bool is_first = begins_part(rb, first, left);
     rbi_assert(size > 0 && left > 0);
     if (left <= size)
-        return first ? rbi_rest_size(&rb->options, left) : left;
+        return is_first ? left : rbi_rest_size(&rb->options, left);
     if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest) {
         rb->run.cut.even_size = 0; /* what it leaves is cut anew */
         return size;
     }
-    if (first == 0 || rb->run.cut.even_size != size) {
+    if (is_first || rb->run.cut.even_size != size) {
         rb->run.cut.even_size = size;
         rb->run.cut.is_even = rbi_ends_short(&rb->options, size, left);
     }
@@ -87,7 +120,7 @@ static size_t leave_smallest(const rebatch *rb, size_t count, size_t left)
 /* Sets *is_cut where the budget is why there are not more. */
 static size_t cut_by_budget(const rebatch *rb, size_t first, bool *is_cut)
 {
-    const size_t left = rb->run.batch - first;
+    const size_t left = left_in_part(rb, first);
     const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), left);
     const size_t count = rbi_cut_to(rb, first, rb->sizes.budget);
     *is_cut |= count < most;

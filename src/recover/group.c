@@ -41,6 +41,9 @@ rebatch_status rbi_group_check_ops(const rebatch *rb, const rebatch_step_ops *op
     if (is_in_lockstep && ops->cost)
         return rbi_error(REBATCH_E_INVALID, "ops.cost is set and lockstep is on: expected one, "
                                             "since the cost of the same samples differs by rank");
+    if (is_in_lockstep && ops->part)
+        return rbi_error(REBATCH_E_INVALID, "ops.part is set and lockstep is on: expected one, "
+                                            "since the parts of a batch differ by rank");
     return REBATCH_OK;
 }
 

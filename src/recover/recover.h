@@ -58,7 +58,9 @@ size_t rbi_cut(rebatch *rb, size_t first);
 void rbi_cut_survey(rebatch *rb);
 /* The budget, for reports: 0 where there is none, or no bound. */
 uint64_t rbi_budget(const rebatch *rb);
-/* When a step begins: whether it goes by cost, and with which budget. */
+/* When a step begins: the longest part of its batch bounds the size. */
+void rbi_parts_begin(rebatch *rb);
+/* Whether it goes by cost, and with which budget. */
 void rbi_budget_begin(rebatch *rb);
 
 /* ---- guards (guard.c) ---- */
@@ -637,6 +639,7 @@ struct rbi_run_cut {
     size_t size;                    /* of the one that runs, or ran last */
     bool by_budget;                 /* one was */
     bool is_even;                   /* into fewer samples, lest the last one has too few */
+    size_t part_first, part_end;    /* of the batch: where the last cut was; 0, 0: no cut yet */
     size_t even_size;               /* for which is_even was decided; 0: none */
     size_t most_samples, most_cost; /* of a micro-batch, by rbi_cut_survey(); 0: not known */
     size_t most_budget;             /* the budget for which they hold */

@@ -63,6 +63,7 @@ void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
                                .live_before = rbi_pool_mark_peak(rb->pool),
                                .pool_ooms = rbi_pool_oom_count(rb->pool),
                                .began_ns = rbi_now_ns()};
+    rbi_parts_begin(rb);
     rbi_budget_begin(rb);
     rb->run.report.micro_before = rbi_micro_size(rb, task->batch);
     rb->run.report.cost_before = rbi_budget(rb);
@@ -202,6 +203,7 @@ static void succeed(rebatch *rb)
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb)) {
         rb->run.most = SIZE_MAX; /* another rank's memory bounds the step, not the growth */
+        rbi_parts_begin(rb);
         rbi_growth_step_done(rb, rb->run.batch);
     }
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,

@@ -332,6 +332,12 @@ static uint64_t cost(size_t first, size_t count, void *user)
     return count;
 }
 
+static size_t part(size_t first, void *user)
+{
+    (void)user;
+    return 12 - first;
+}
+
 Test(ranks_lockstep, what_does_not_go_with_it_is_refused)
 {
     rebatch *rb;
@@ -354,6 +360,10 @@ Test(ranks_lockstep, what_does_not_go_with_it_is_refused)
     cr_assert_eq(r->status, REBATCH_E_INVALID);
     cr_assert(strstr(r->error, "ops.cost is set and lockstep is on"), "%s", r->error);
     assert_says(&ranks.rank[1], "rank 0 ended step 0: ops.cost is set");
+    r->ops.cost = NULL;
+    r->ops.part = part;
+    ranks_step(&ranks);
+    cr_assert(strstr(r->error, "ops.part is set and lockstep is on"), "%s", r->error);
     cr_assert_eq(rebatch_mutating_together(NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_mutating_together(r->rb), REBATCH_E_STATE);
 }

@@ -302,7 +302,12 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
     rig->ops.cost = rig->cost ? rig->cost : s->lengths ? script_cost : NULL;
     const uint32_t version = s->parameters[0];
     const uint64_t live_bytes = rig_live_bytes(rig);
-    const size_t micro = rebatch_get_micro(rig->rb, batch);
+    size_t longest = rig->ops.part ? 0 : batch;
+    for (size_t first = 0, left; longest < batch && first < batch; first += left) {
+        left = rig->ops.part(first, s);
+        longest = left > longest ? left : longest;
+    }
+    const size_t micro = rebatch_get_micro(rig->rb, longest);
     const unsigned level = s->level;
 
     const rebatch_status status = rebatch_step(rig->rb, &rig->ops, batch, s, &rig->report);
@@ -310,7 +315,7 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
     check_order(rig, status);
     cr_assert_eq(rig->report.step, rig->steps);
     cr_assert_eq(rig->report.micro_before, micro);
-    cr_assert_eq(rig->report.micro_after, rebatch_get_micro(rig->rb, batch));
+    cr_assert_eq(rig->report.micro_after, rebatch_get_micro(rig->rb, longest));
     for (size_t i = 0; i < s->call_count; i++)
         if (s->calls[i].callback == SCRIPT_FORWARD)
             cr_assert_eq(s->calls[i].step, rig->steps);

@@ -327,3 +327,219 @@ def test_a_parameter_that_is_unfrozen_later_is_accumulated_once():
     loss_fn(model, batch).backward()
     assert step.report.ooms == 1
     assert torch.allclose(gradient, last.weight.grad, atol=1e-6)
+
+
+# ---- several batches of a loader ----
+
+
+def lists(*lengths, width=8):
+    """Batches of a loader, of so many samples each."""
+    torch.manual_seed(2)
+    return [(torch.randn(n, width), torch.randn(n)) for n in lengths]
+
+
+def noting(loss_fn, ran):
+    def run(model, samples):
+        loss = loss_fn(model, samples)
+        ran.append((samples[0].data_ptr(), len(samples[0])))
+        return loss
+
+    return run
+
+
+def gradients_by_hand(model, batches, loss_fn):
+    """Of one effective batch, in a plain loop."""
+    total = sum(len(batch[0]) for batch in batches)
+    model.zero_grad()
+    for batch in batches:
+        (loss_fn(model, batch) * (len(batch[0]) / total)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_a_list_that_fits_runs_as_the_batches_are(gradients):
+    model, _, loss_fn = make("mlp")
+    batches, ran = lists(5, 8, 3), Unseen()
+    torch.manual_seed(1)
+    expected = gradients_by_hand(model, batches, loss_fn)
+    model.zero_grad()
+    backward = rebatch.Backward(model, noting(loss_fn, ran), log_level="quiet", gradients=gradients)
+    torch.manual_seed(1)
+    loss = backward(batches=batches)
+    assert same_bits([p.grad for p in model.parameters()], expected)
+    assert list(ran) == [(batch[0].data_ptr(), len(batch[0])) for batch in batches]
+    report = backward.report
+    assert (report.samples, report.micro, report.microbatches) == (16, 8, 3)
+    torch.manual_seed(1)
+    losses = [loss_fn(model, batch).detach() * len(batch[0]) / 16 for batch in batches]
+    assert torch.allclose(loss, sum(losses))
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_a_list_is_cut_only_within_its_batches(where, gradients):
+    model, _, loss_fn = make("mlp")
+    batches, starts_again = lists(5, 8, 3), (gradients, where) == ("inplace", "backward")
+    sizes = [[4, 1], [4, 4], [3]] if starts_again else [[5], [4, 4], [3]]
+    parts = [
+        part
+        for batch, cuts in zip(batches, sizes)
+        for part in zip(batch[0].split(cuts), batch[1].split(cuts))
+    ]
+    torch.manual_seed(1)
+    expected = gradients_by_hand(model, parts, loss_fn)
+    model.zero_grad()
+    backward = rebatch.Backward(
+        model, fails_above(loss_fn, 6, where), log_level="quiet", gradients=gradients
+    )
+    torch.manual_seed(1)
+    backward(batches=batches)
+    assert same_bits([p.grad for p in model.parameters()], expected)
+    assert (backward.report.ooms, backward.micro) == (1, 4)
+    assert backward.report.redone_samples == (13 if starts_again else 8)
+
+
+def test_a_list_has_the_same_bits_when_any_operation_fails():
+    def train(fail_at):
+        model, _, loss_fn = make("mlp")
+        backward = rebatch.Backward(
+            model,
+            loss_fn,
+            log_level="quiet",
+            micro_start=4,
+            micro_smallest=4,
+            growth=False,
+            lighten=lambda on: None,
+        )
+        batches = lists(5, 8, 3)
+        torch.manual_seed(1)
+        with FailAt(fail_at):
+            backward(batches=batches)
+        return [p.grad for p in model.parameters()]
+
+    expected = train(0)
+    for n in range(1, 140, 3):
+        assert same_bits(train(n), expected), f"an OOM in operation {n} changed the result"
+
+
+def test_a_list_that_fails_leaves_the_gradients_as_they_were():
+    model, batch, loss_fn = make("mlp")
+    backward = rebatch.Backward(model, loss_fn, log_level="quiet")
+    backward(batch)
+    before = [p.grad for p in model.parameters()]
+    copies = [g.clone() for g in before]
+    seen = Unseen(2)
+
+    def fails_in_the_last(model, samples):
+        seen[0] -= 1
+        return 1 / 0 if seen[0] < 0 else loss_fn(model, samples)
+
+    backward.loss_fn = fails_in_the_last
+    with pytest.raises(ZeroDivisionError):
+        backward(batches=lists(5, 8, 3))
+    assert all(p.grad is g for p, g in zip(model.parameters(), before))
+    assert same_bits(before, copies)
+
+
+def test_a_normalizer_gets_the_list_and_a_cost_one_batch():
+    model, _, loss_fn = make("mlp")
+    batches, asked = lists(5, 8, 3), Unseen()
+
+    def summed(model, samples):
+        return loss_fn(model, samples) * len(samples[0])
+
+    def cost(batch, first, count):
+        assert first + count <= len(batch[0])
+        asked.append(len(batch[0]))
+        return count * (2 if len(batch[0]) == 8 else 1)
+
+    model.eval()
+    expected = gradients_by_hand(model, batches, loss_fn)
+    model.zero_grad()
+    sizes = Unseen()
+    backward = rebatch.Backward(
+        model,
+        noting(summed, sizes),
+        normalizer=lambda batches: sum(len(batch[0]) for batch in batches),
+        cost=cost,
+        micro_start=4,
+        growth=False,
+        log_level="quiet",
+    )
+    loss = backward(batches=batches)
+    assert [n for _, n in sizes] == [4, 1, 2, 2, 2, 2, 3] and set(asked) == {5, 8, 3}
+    found = [p.grad for p in model.parameters()]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected))
+    assert torch.allclose(loss, sum(loss_fn(model, b) * len(b[0]) for b in batches) / 16)
+
+
+def test_batches_without_a_common_form():
+    """Tensors, dicts, and sequences of another width each; outputs are joined."""
+    model = torch.nn.Linear(1, 1)
+    batches = [
+        torch.ones(4, 7),
+        {"x": torch.ones(3, 2), "y": torch.zeros(3)},
+        [torch.ones(3, 5), torch.ones(3)],
+    ]
+
+    def loss_fn(model, samples):
+        x = samples["x"] if isinstance(samples, dict) else samples
+        x = x[0] if isinstance(x, list) else x
+        out = model(x.sum(1, keepdim=True))
+        return out.square().mean(), {"out": out[:, 0], "n": rebatch.Sum(len(x))}
+
+    backward = rebatch.Backward(model, loss_fn, micro_start=2, log_level="quiet")
+    backward(batches=batches)
+    assert backward.outputs["out"].shape == (10,) and backward.outputs["n"] == 10
+    backward.loss_fn = lambda model, samples: (
+        loss_fn(model, samples)[0],
+        samples["x"] if isinstance(samples, dict) else samples,
+    )
+    with pytest.raises(ValueError, match=r"shapes \(2, 7\) and \(2, 5\) .* such as list\(tensor\)"):
+        backward(batches=[torch.ones(4, 7), torch.ones(4, 5)])
+
+
+def test_a_step_takes_several_batches_for_one_update():
+    def train(limit, **options):
+        model, _, loss_fn = make("mlp")
+        step = rebatch.Step(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            fails_above(loss_fn, limit),
+            clip=0.5,
+            log_level="quiet",
+            growth=False,
+            **options,
+        )
+        torch.manual_seed(1)
+        for _ in range(3):
+            step(batches=lists(8, 8))
+            step(lists(8)[0])
+        return state_of(model)
+
+    assert same_bits(train(4), train(8, micro_start=4))
+
+
+def test_a_list_of_batches_of_batch_norm_keeps_pairs():
+    torch.manual_seed(0)
+    model, sizes = torch.nn.BatchNorm1d(2), Unseen()
+    backward = rebatch.Backward(
+        model,
+        lambda m, x: (sizes.append(len(x)), m(x).square().mean())[1],
+        micro_start=2,
+        log_level="quiet",
+    )
+    backward(batches=[torch.randn(5, 2), torch.randn(4, 2)])
+    assert list(sizes) == [2, 3, 2, 2]
+
+
+def test_mistakes_in_a_list_of_batches():
+    model, batch, loss_fn = make("mlp")
+    backward = rebatch.Backward(model, loss_fn, log_level="quiet")
+    for wrong in ([], batch[0]):
+        with pytest.raises(ValueError, match="batches is .*: expected a list of batches, at least"):
+            backward(batches=wrong)
+    with pytest.raises(TypeError, match="backward was called with the fields of a batch"):
+        backward(batch, batches=[batch])
+    backward(batches=[batch])
+    assert backward.report.samples == 16

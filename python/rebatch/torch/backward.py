@@ -21,6 +21,7 @@ from typing import (
 import torch
 
 from rebatch.fit.again import Fit, run_again
+from rebatch.torch.batches.cut import Batches
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.batches.run_map import run_map
@@ -215,10 +216,21 @@ class Backward:
         is left out. Waits for no work of the GPU."""
         return self._training.numbers(prefix)
 
-    def __call__(self, batch: Any = None, *more: NoReturn, **fields: NoReturn) -> torch.Tensor:
-        """The passes of one batch. Returns its loss: a detached scalar, on the device."""
-        if more or fields:
+    def __call__(
+        self,
+        batch: Any = None,
+        *more: NoReturn,
+        batches: Optional[Sequence[Any]] = None,
+        **fields: NoReturn,
+    ) -> torch.Tensor:
+        """The passes of one batch. Returns its loss: a detached scalar, on the device.
+
+        `batches` are several batches of a loader that make one effective batch. They run as they
+        are, one after another, and are cut only where memory asks; normalizer gets the list."""
+        if more or fields or (batches is not None and batch is not None):
             refuse_fields(type(self).__name__.lower())
+        if batches is not None:
+            batch = Batches.of(batches)
         if not self._training.report.samples:  # the first batch
             refuse_backward(sys._getframe(1), self._training.program.update.is_of_program)
         return self._training.run(batch)

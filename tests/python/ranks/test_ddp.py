@@ -70,6 +70,11 @@ def test_weights_are_over_the_samples_of_all_ranks(has_normalizer, is_plain):
         assert found == {"near": True, "loss": True, "same": True, "ranks": [4, 4]}
 
 
+def test_each_rank_has_a_list_of_batches_of_its_own():
+    for found in run("several"):
+        assert found == {"near": True, "loss": True, "same": True, "microbatches": True}
+
+
 @pytest.mark.parametrize("is_find_unused", (False, True))
 def test_parameters_that_are_unused_on_a_rank_or_on_all(is_find_unused):
     for found in run("unused", is_find_unused):

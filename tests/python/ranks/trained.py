@@ -51,6 +51,29 @@ def wrapped(kind, samples=32, **options):
     return DistributedDataParallel(model, **options), batch_of_rank(batch), loss_fn
 
 
+def several():
+    """Lists of batches, of which one rank has three and the other two, beside all samples at once,
+    with an OOM on one rank."""
+    model, whole, loss_fn = make("mlp", samples=20)
+    expected = loss_fn(model.eval(), whole)
+    expected.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    ddp, rank = DistributedDataParallel(model, bucket_cap_mb=0.0005), dist.get_rank()
+    batches = list(zip(*(t.split([6, 4] if rank else [3, 5, 2]) for t in batch_of_rank(whole))))
+    backward = rebatch.Backward(
+        ddp, fails_above(loss_fn, 5), growth=False, log_level="quiet", group_timeout=60.0
+    )
+    loss = backward(batches=batches)
+    found = [p.grad for p in model.parameters()]
+    return {
+        "near": all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, gradients)),
+        "loss": torch.allclose(loss, expected.detach()),
+        "same": all(same_bits(others, found) for others in everyones(found)),
+        "microbatches": backward.report.microbatches == (3 + rank),
+    }
+
+
 def step_of(model, optimizer, loss_fn, **options):
     options.setdefault("growth", False)
     options.setdefault("log_level", "quiet")

@@ -226,6 +226,18 @@ def _has_shared(value: Any, is_shared: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and any(map(has, value))
 
 
+class Batches(List[Any]):
+    """Batches of a loader that are one effective batch, and run one after another."""
+
+    @classmethod
+    def of(cls, batches: Any) -> "Batches":
+        if not isinstance(batches, (list, tuple)) or not batches:
+            raise ValueError(
+                f"rebatch: batches is {batches!r:.60}: expected a list of batches, at least one"
+            )
+        return cls(batches)
+
+
 class Cuts(Protocol):
     """How a batch is cut: a Cut, or what does more when a part begins."""
 

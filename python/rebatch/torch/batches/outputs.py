@@ -126,6 +126,20 @@ def _dim_of(tensors: List[torch.Tensor], counts: List[int], dim: int, name: str)
     return usual if usual in found else found[0]
 
 
+def _check_sizes(tensors: List[torch.Tensor], dim: int, name: str) -> None:
+    """Batches of a loader that run as one may have other lengths each."""
+    if tensors[0].is_nested:
+        return
+    found = {(*t.shape[:dim], *t.shape[dim + 1 :]): tuple(t.shape) for t in tensors}
+    if len(found) > 1:
+        shapes = " and ".join(map(str, list(found.values())[:2]))
+        raise ValueError(
+            f"rebatch: {name} that loss_fn returned has tensors of shapes {shapes} for two "
+            "micro-batches, which cannot be joined: expected a list with an entry for each sample, "
+            "such as list(tensor)"
+        )
+
+
 def _mean(values: List[Any], counts: List[int]) -> Any:
     """Weighted, and as exact, as the loss is."""
     total, mean = sum(counts), None
@@ -159,7 +173,9 @@ def joined(
             total = total + value.value
         return total
     if isinstance(first, torch.Tensor):
-        return joined_tensors(values, _dim_of(values, counts, dim, name))
+        at = _dim_of(values, counts, dim, name)
+        _check_sizes(values, at, name)
+        return joined_tensors(values, at)
     if isinstance(first, list):
         return [entry for value in values for entry in value]
     return None

@@ -76,6 +76,7 @@ class Callbacks:
         ops.zero_grad = c.ZeroGrad(weakly(self._call_zero_grad, gone))
         ops.forward_backward = c.ForwardBackward(weakly(self._call_forward_backward, gone))
         ops.optimizer_step = c.OptimizerStep(weakly(self._call_optimizer_step, gone))
+        self._part = c.Part(weakly(self._call_part, gone=1))
         if program.lighten:
             ops.lighten = c.Lighten(weakly(self._call_lighten, gone))
         if program.cost:
@@ -157,6 +158,7 @@ class Callbacks:
 
     def begin_step(self) -> None:
         """The batch trains."""
+        self.ops.part = self._part if self._running.are_several else c.Part()
         self.accumulators.keep_earlier(self._kept)
         if self.outside:
             self._others.keep_earlier(self.outside)
@@ -208,13 +210,16 @@ class Callbacks:
         return self._run(self.set_level, level)
 
     def _call_cost(self, first: int, count: int, _user: Any) -> int:
-        cost = self._running.program.cost
-        assert cost is not None  # else C has no function to call
         try:
-            return max(0, int(once_more("cost", cost, self._running.batch, first, count)))
+            cost: int = once_more("cost", self._running.cost, first, count)
+            return max(0, cost)
         except BaseException as error:
             self.session.keep_error(error)
             return 0
+
+    def _call_part(self, first: int, _user: Any) -> int:
+        _, start, length = self._running.place(first)
+        return start + length - first
 
     # ---- what they do ----
 
@@ -351,11 +356,12 @@ class Callbacks:
                 "that does not depend on the micro-batch, or micro_allowed=[N] with a size that "
                 "stays"
             )
-        elif count < running.samples and not str(error).startswith("rebatch"):
+        elif count < running.place(first)[2] and not str(error).startswith("rebatch"):
             self.failed_in_part = True
+            batch, _, _ = running.place(first)
             note = (
                 f"rebatch: this is the micro-batch of samples {first}-{first + count - 1} of "
-                f"{running.samples}, which is cut {running.program.cut.described(running.batch)}"
+                f"{running.samples}, which is cut {running.program.cut.described(batch)}"
             )
         if note and hasattr(error, "add_note"):  # of Python 3.11
             error.add_note(note)

@@ -29,7 +29,7 @@ from rebatch._library import lib
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import batch_norms, keep_pairs, train_any
-from rebatch.torch.batches.cut import cut_of
+from rebatch.torch.batches.cut import Batches, cut_of
 from rebatch.torch.check.check import check_step
 from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.check.findings import Check, accepted_kinds
@@ -79,6 +79,7 @@ class Training:
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
         self._told_swallowed: Set[str] = set()  # lines
         self._clean_samples = 0  # of the last step without an OOM
+        self._longest = 0  # samples of a batch of the last step
         self._micro = 0  # where a session that is opened begins; 0: where the options say
         self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
 
@@ -92,7 +93,7 @@ class Training:
         """The micro-batch size with which the next batch begins, in samples; 0: not known yet."""
         if not (self.session and self.report.samples):
             return int(self._micro or self.program.options.get("micro_start", 0))
-        return int(lib.rebatch_get_micro(self.session.rb, self.report.samples))
+        return int(lib.rebatch_get_micro(self.session.rb, self._longest))
 
     # ---- the session ----
 
@@ -169,9 +170,10 @@ class Training:
         refuse_update_in_loss_fn()
         if not self.report.samples:  # the first batch
             self.program.update.find()
-            check_if_asked(self, batch)
-            probe_if_asked(self, batch)
-            fit_if_asked(self, batch)
+            one = batch[0] if isinstance(batch, Batches) else batch
+            check_if_asked(self, one)
+            probe_if_asked(self, one)
+            fit_if_asked(self, one)
         try:
             return self._run(batch)
         except Exception as error:
@@ -199,6 +201,11 @@ class Training:
         raise error
 
     def _run(self, batch: Any) -> torch.Tensor:
+        if self.ranks and self.ranks.lockstep and isinstance(batch, Batches):
+            raise ValueError(
+                "rebatch: batches= is given, and the model's parameters are not whole during a "
+                "step, so all ranks run the same micro-batches: expected one batch a call"
+            )
         if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
             self.close()
         session = self.open()
@@ -228,7 +235,7 @@ class Training:
             with self._comparing(session), self.quiet():
                 status, filled = self._call(session)
             micros = self.ranks.micros() if self.ranks else ()
-            samples = running.samples
+            samples, self._longest = running.samples, running.longest
             self.report = report_of(filled, samples, micros, samples == self._clean_samples)
             if not (status or filled.ooms):
                 self._clean_samples = samples
@@ -253,7 +260,7 @@ class Training:
     def _comparing(self, session: Session) -> ContextManager[None]:
         """Around a call: once a batch was cut, cuts are compared beside the micro-batches."""
         cuts = self.callbacks.cuts
-        if cuts.is_done or self.report.microbatches < 2:
+        if cuts.is_done or self.report.microbatches < 2 or self.running.are_several:
             return _nothing
         micro = int(lib.rebatch_get_micro(session.rb, self.running.samples))
         cuts.begin(self.running, self.number, self.report.micro, micro)
@@ -264,7 +271,8 @@ class Training:
         try:
             self.callbacks.begin(batch)
             if self.ranks:
-                self.ranks.begin(self.running.weight, batch)
+                one = batch[0] if isinstance(batch, Batches) else batch
+                self.ranks.begin(self.running.weight, one)
         except BaseException as error:
             if self.ranks:
                 lib.rebatch_abandon_step(session.rb, why_of(error))
@@ -273,7 +281,7 @@ class Training:
         self.callbacks.begin_step()
         if session.meter:
             samples = self.running.samples
-            micro = lib.rebatch_get_micro(session.rb, samples)
+            micro = lib.rebatch_get_micro(session.rb, self.running.longest)
             session.meter.begin_step(("step", samples, micro))
             session.meter.promised_bytes = self.program.update.kept_bytes()
 

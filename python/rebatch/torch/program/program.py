@@ -3,9 +3,11 @@ comparison of cuts read these; they must not know the Step, its session and its 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple, cast
 
@@ -14,7 +16,7 @@ import torch
 from rebatch._library import Event
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
-from rebatch.torch.batches.cut import Cut, owned
+from rebatch.torch.batches.cut import Batches, Cut, owned
 from rebatch.torch.batches.outputs import split_result
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch.undo.changes_outside import Told
@@ -142,8 +144,10 @@ class Running:
         self.has_ranks = False  # other ranks train the model too
         self.has_window = False  # and it is one of fully_shard()
         self.generators = Generators((), program.generators)  # as they are saved
-        self.batch: Any = None
-        self.samples = 0
+        self.batch: Any = None  # or Batches
+        self.samples = self.longest = 0  # of all, and of the longest of Batches
+        self._each: List[Any] = []  # of Batches, or the batch
+        self._ends: List[int] = []  # of their samples
         self.weight: Any = None  # what the losses are divided by, with a normalizer
         # The same of all ranks, and their samples.
         self.divisor: Any = None
@@ -153,8 +157,21 @@ class Running:
 
     def begin(self, batch: Any) -> None:
         """Another batch, which is checked."""
-        self.samples = self.program.cut.length(batch)
-        self.batch = batch
+        each = batch if isinstance(batch, Batches) else [batch]
+        lengths = [self.program.cut.length(one) for one in each]
+        self.batch, self._each, self._ends = batch, each, list(itertools.accumulate(lengths))
+        self.samples, self.longest = self._ends[-1], max(lengths)
+
+    @property
+    def are_several(self) -> bool:
+        """Batches, of which no two run together."""
+        return len(self._each) > 1
+
+    def place(self, first: int) -> Tuple[Any, int, int]:
+        """The batch of Batches that has a sample, the first one of it, and how many it has."""
+        i = bisect.bisect_right(self._ends, first)
+        start = self._ends[i - 1] if i else 0
+        return self._each[i], start, self._ends[i] - start
 
     def weigh(self) -> None:
         """Ask the normalizer."""
@@ -165,19 +182,32 @@ class Running:
     def end(self) -> None:
         """Nothing of the batch is held."""
         self.batch = self.weight = self.divisor = None
+        self._each = [None] * len(self._each)
 
     def part(self, first: int, count: int) -> Any:
         """These samples."""
-        part = self.program.cut.part(self.batch, first, count, self.samples)
+        batch, start, length = self.place(first)
+        if self.are_several and count < length:
+            self.program.cut.length(batch)  # by which its lists are read
+        part = self.program.cut.part(batch, first - start, count, length)
         return owned(part, torch.is_tensor) if self.undo.frees_batch else part
 
     def with_rest(self, first: int, count: int) -> int:
         """How many samples the micro-batch of `count` runs; 0: they ran with those before it."""
-        return with_rest(first, count, self.samples) if self.program.has_pairs else count
+        if not self.program.has_pairs:
+            return count
+        _, start, length = self.place(first)
+        return with_rest(first - start, count, length)
+
+    def cost(self, first: int, count: int) -> int:
+        """Of these samples, as far as they can run together."""
+        assert self.program.cost is not None
+        batch, start, length = self.place(first)
+        return int(self.program.cost(batch, first - start, min(count, start + length - first)))
 
     def allowed_sizes(self) -> List[int]:
         """The micro-batch sizes that the options allow for it, the largest first."""
-        options, samples = {} if self.program.cost else self.program.limits, self.samples
+        options, samples = {} if self.program.cost else self.program.limits, self.longest
         largest = min(options.get("micro_largest") or samples, samples)
         smallest = options.get("micro_smallest") or 1
         multiple = options.get("micro_multiple_of") or 1
