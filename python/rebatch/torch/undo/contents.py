@@ -98,7 +98,9 @@ def entry_of(value: Any, key: Any) -> Any:
 def is_same_dict(a: Dict[Any, Any], b: Dict[Any, Any]) -> bool:
     """Whether they have the same entries in the same order. Keys may be tensors, of which == is no
     bool."""
-    have_same_keys = list(map(hash, a)) == list(map(hash, b))
+    if len(a) != len(b):
+        return False
+    have_same_keys = not a or list(map(hash, a)) == list(map(hash, b))
     return have_same_keys and all(map(operator.is_, a.values(), b.values()))
 
 
@@ -111,6 +113,13 @@ def hold_same(value: Any, a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return bool(a == b)
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def holds_still(value: Any, entries: Any) -> bool:
+    """Whether it holds what a copy says."""
+    if isinstance(value, torch.Tensor):
+        return is_same_dict(entries, value.__dict__)
+    return is_generator(value) or hold_same(value, entries, contents_of(value))
 
 
 def entries_of(container: Any) -> Iterator[Tuple[Any, Any]]:
@@ -159,8 +168,9 @@ def walk(
 
 def walk_attributes(tensor: torch.Tensor, contents: Contents, tensors: List[torch.Tensor]) -> None:
     """Collect what a tensor has as attributes, but not the tensor."""
-    contents[id(tensor)] = tensor, contents_of(tensor)
-    for value in tensor.__dict__.values():
+    own = {**tensor.__dict__}
+    contents[id(tensor)] = tensor, own
+    for value in own.values():
         if type(value) not in ATOMS:
             walk(value, contents, tensors, [])
 

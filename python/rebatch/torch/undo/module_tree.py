@@ -25,8 +25,8 @@ from rebatch.torch.undo.contents import (
     ATOMS,
     MISSING,
     Contents,
-    contents_of,
     hold_same,
+    holds_still,
     entries_of,
     entry_of,
     is_container,
@@ -107,7 +107,9 @@ class Held:
         for i, value in enumerate(self._values):
             if type(value) not in ATOMS and id(value) not in tree.plain:
                 self._add(i, value, tree)
-        for _, tensor in self._in_tables({}):  # which may have gradients beside .grad
+        buffers = self._tables[MODULE_TABLES.index("_buffers") :: len(MODULE_TABLES)]
+        own = [b for table in buffers for b in table.values() if b is not None]
+        for tensor in (*self._parameters, *own):  # which may have gradients beside .grad
             walk_attributes(tensor, self._contents, self.tensors)
         self.tensors = unique(self.tensors)
 
@@ -205,7 +207,7 @@ class Held:
         moved = {
             key
             for key, (value, entries) in self._contents.items()
-            if not (is_generator(value) or hold_same(value, entries, contents_of(value)))
+            if not holds_still(value, entries)
         }
         for place, value in self.values(prefixes) if moved else ():
             if id(value) in moved:
@@ -326,6 +328,7 @@ class Tree:
     def _look(self) -> None:
         found = dict.fromkeys(m for _, root in self._named_roots() for m in root.modules())
         self.modules, self.known = list(found), set(found)
+        self._prefixes: Dict[int, str] = {}  # made when they are asked for
         self.tables = [_table(m, name) for m in self.modules for name in MODULE_TABLES]
         self.buffers = self.tables[MODULE_TABLES.index("_buffers") :: len(MODULE_TABLES)]
         self._parameter_tables = self.tables[0 :: len(MODULE_TABLES)]
@@ -384,8 +387,10 @@ class Tree:
 
     def prefixes(self) -> Dict[int, str]:
         """The beginning of the names of what each holder holds."""
-        found: Dict[int, str] = {id(other): f"{name}." for name, other in self._others}
-        for root_name, root in self._named_roots():
-            for name, module in root.named_modules(prefix=root_name):
-                found.setdefault(id(module), f"{name}." if name else "")
-        return found
+        if not self._prefixes:
+            found = {id(other): f"{name}." for name, other in self._others}
+            for root_name, root in self._named_roots():
+                for name, module in root.named_modules(prefix=root_name):
+                    found.setdefault(id(module), f"{name}." if name else "")
+            self._prefixes = found
+        return self._prefixes

@@ -68,12 +68,25 @@ class _Look:
         self.held, self.batch = held, batch
         self.tensors = held.tensors + [tensor for _, tensor in batch]
         self.marks = [_mark(t) for t in self.tensors]
-        self.sums = sums_of(self.tensors) if compares else None
+        self._on_device = lazy_sums_of(self.tensors) if compares else None
+        self._sums: Optional[List[Optional[int]]] = None
+
+    @property
+    def has_sums(self) -> bool:
+        """Contents can be compared."""
+        return self._on_device is not None
+
+    @property
+    def sums(self) -> List[Optional[int]]:
+        """Of the contents. The host waits for the device where they are first asked for."""
+        if self._sums is None:
+            self._sums = read_sums(self._on_device or ())
+        return self._sums
 
     def without_sums(self) -> "_Look":
         """The same, for an attempt whose contents are not compared."""
         look = copy.copy(self)
-        look.sums = None
+        look._on_device = None
         return look
 
     def changed(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
@@ -84,9 +97,9 @@ class _Look:
 
     def changed_contents(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
         """Tensors whose contents differ."""
-        if self.sums is None or (later and later.sums is None):
+        if not self.has_sums or (later and not later.has_sums):
             return []
-        now = later._of(later.sums or [], self.tensors) if later else sums_of(self.tensors)
+        now = later._of(later.sums, self.tensors) if later else sums_of(self.tensors)
         return [t for t, a, b in zip(self.tensors, self.sums, now) if _differ(a, b)]
 
     def unmarked(self, later: "_Look") -> List[torch.Tensor]:
@@ -142,9 +155,9 @@ class _Watch:
     perturbs through .data, and puts back, and attributes that a pair of hooks switches on and off.
     That leaves no other trace."""
 
-    def __init__(self, tree: Tree, held: Held, sums: Dict[int, Optional[int]]):
+    def __init__(self, tree: Tree, before: _Look):
         modules = tree.modules
-        self._tree, self._held, self._before = tree, held, sums
+        self._tree, self._before = tree, before
         self._calls, self._gap = 0, 1 + len(modules) // _LOOKS_WITHIN
         self.moved: List[Place] = []  # attributes
         self._tensors: List[torch.Tensor] = []
@@ -161,19 +174,17 @@ class _Watch:
         if torch.compiler.is_compiling():
             return
         if self._calls % self._gap == 0 and self._calls < self._gap * _LOOKS_WITHIN:
-            self.moved += self._held.moved(self._tree.prefixes())
+            self.moved += self._before.held.moved(self._tree.prefixes())
         self._calls += 1
         own = [p for p in module._parameters.values() if p is not None]
         self._tensors += own
         self._sums += lazy_sums_of(own)
 
     def found(self) -> List[torch.Tensor]:
-        """Those that were found; it ends."""
-        self.end()
+        """Those that were found."""
+        before = {id(t): total for t, total in zip(self._before.tensors, self._before.sums)}
         sums = read_sums(self._sums)
-        return unique(
-            t for t, now in zip(self._tensors, sums) if _differ(self._before.get(id(t)), now)
-        )
+        return unique(t for t, now in zip(self._tensors, sums) if _differ(before.get(id(t)), now))
 
     def end(self) -> None:
         """Nothing is looked at from now on."""
@@ -328,7 +339,7 @@ class Undo:
 
     def handled(self) -> Set[int]:
         """The ids of what is put back, or named, here."""
-        held = self.tree.take()
+        held = self._now.held if self._now else self.tree.take()
         found = [*self.tree.modules, *held.tensors, *(part for _, part in self.state)]
         found += [b for table in self.tree.buffers for b in table.values()]
         found += [tensor for _, tensor in batch_tensors(self._given)]
@@ -417,9 +428,8 @@ class Undo:
         self._running = None
         if point == GuardPoint.ATTEMPT:
             self._running, self._now = look, None
-            if is_watching and look.sums is not None:
-                sums = {id(t): total for t, total in zip(look.tensors, look.sums)}
-                self._watch = _Watch(self.tree, look.held, sums)
+            if is_watching and look.has_sums:
+                self._watch = _Watch(self.tree, look)
         elif is_first:
             self._copy_first(look.held)
 
@@ -432,7 +442,7 @@ class Undo:
             trained = {id(t) for t in self._trained()}
             self._beside = list(held.beside(self.tree.prefixes(), trained))
         self._find_copied()  # of hidden modules too, which take() finds
-        if look is None or (compares and look.sums is None):
+        if look is None or (compares and not look.has_sums):
             look = _Look(held, self._batch, compares)
         self._now = look if compares else look.without_sums()
         return self._now
@@ -443,7 +453,7 @@ class Undo:
         look, self._running, self._is_fresh = self._looks.get(point), None, False
         self._has_failed |= has_failed
         self._end_watch()
-        if has_failed and (look is None or look.sums is None):
+        if has_failed and not (look and look.has_sums):
             self._is_suspect, self._was_seen = True, look is not None
         changed = unique(look.changed() + self._freed_of_batch()) if look else []
         copies = self._copies[point]
@@ -499,14 +509,19 @@ class Undo:
         before, self._running = self._running, None
         if before is None:
             return
-        self._know_all(before, self._watched())
+        watch = self._end_watch()
+        if watch:
+            self._unwatched.discard(self._is_training)
+            self._moving.update({(id(p.table), p.key): p for p in watch.moved})
         self._put_back_first(GuardPoint.ATTEMPT, self._freed_of_batch())
-        now = self._now = _Look(self.tree.take(), self._batch, before.sums is not None)
+        now = self._now = _Look(self.tree.take(), self._batch, before.has_sums)
         was_suspect, self._is_suspect = self._is_suspect, False
         self._unknown.discard(self._is_training)
         prefixes = self.tree.prefixes()
         moved = [p for p in before.held.changes(now.held, prefixes) if self._is_new(p)]
         self._moving.update({(id(p.table), p.key): p for p in moved})
+        if watch:  # the host waits for the device from here on
+            self._know_all(before, watch.found())
         changed = before.changed(now)
         known = self._copies[GuardPoint.ATTEMPT].has()
         if self._beside or any(id(t) not in known for t in changed):
@@ -521,22 +536,16 @@ class Undo:
     def _is_new(self, place: Place) -> bool:
         return (id(place.table), place.key) not in self._moving
 
-    def _watched(self) -> List[torch.Tensor]:
-        """What has changed within the attempt that has succeeded."""
-        watch, self._watch = self._watch, None
-        if watch is None:
-            return []
-        self._unwatched.discard(self._is_training)
-        self._moving.update(((id(p.table), p.key), p) for p in watch.moved)
-        return watch.found()
-
-    def _end_watch(self) -> None:
+    def _end_watch(self) -> Optional[_Watch]:
         watch, self._watch = self._watch, None
         if watch:
             watch.end()
+        return watch
 
     def _know_all(self, look: _Look, changed: List[torch.Tensor]) -> Dict[str, int]:
         """Their names, and the ids of the tensors."""
+        if not changed:
+            return {}
         wanted, names = {id(t) for t in changed}, {}
         for place, tensor in look.held.places(self.tree.prefixes()):
             if id(tensor) in wanted:
