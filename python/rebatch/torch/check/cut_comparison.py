@@ -151,16 +151,13 @@ class FirstCut:
             return
         is_unlike = comparison.has_drawn and not self._draws  # at each cut
         self._draws |= comparison.has_drawn
-        if len(comparison.results) == 1:
+        if comparison.figures is None:
             self._warmed += 1
         elif is_unlike:
             self._is_suspect = True
         else:
-            try:
-                self._results = _Results(comparison)
-            except Exception as error:  # out of memory
-                self._fail(error)
-            if self._results and self._results.are_here():
+            self._results = _Results(comparison, comparison.figures)
+            if comparison.figures.are_here():
                 self._judge()
 
     def _judge(self) -> None:
@@ -304,6 +301,7 @@ class _Comparison:
         self._number, self._micro, self._choice = number, micro, choice
         self.passes = passes
         self.results: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        self.figures: Optional[_OnHost] = None  # of three passes; a single one warms up
         root = self.program.modules
         self.named = root[0] if len(root) == 1 else root
         self._off = training_modules(root, DROPOUT) + power_iterations(root)
@@ -349,6 +347,14 @@ class _Comparison:
                 self._restore(snapshot)  # else the second micro-batch follows the first one
             if not all_left:
                 break
+        if not self.passes:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Nothing of the passes stays on the device when the step ends."""
+        if len(self.results) > 1:
+            self.figures = _Figures.of(self.results)
+        self.results, self._batch = [], None
 
     def _restore(self, snapshot: Snapshot) -> None:
         undo = self._running.undo
@@ -480,22 +486,22 @@ class _Figures:
     added_norms: float
     difference: float
 
-
-class _Results:
-    """What a comparison has computed, on its way to the host."""
-
-    def __init__(self, comparison: _Comparison):
-        self.comparison = comparison
-        (whole, all_at_once), (first, one), (second, other) = comparison.results
+    @staticmethod
+    def of(results: List[Tuple[torch.Tensor, torch.Tensor]]) -> _OnHost:
+        """Those of three passes, in this order."""
+        (whole, all_at_once), (first, one), (second, other) = results
         parts = one + other
         norms = [all_at_once.norm(), parts.norm(), one.norm() + other.norm()]
         figures = [whole, first + second, *norms, (all_at_once - parts).norm()]
         device = all_at_once.device
-        self._figures = _OnHost(torch.stack([f.to(device, torch.float32) for f in figures]))
-        comparison.results = []
+        return _OnHost(torch.stack([f.to(device, torch.float32) for f in figures]))
 
-    def are_here(self) -> bool:
-        return self._figures.are_here()
+
+class _Results:
+    """What a comparison has computed, on its way to the host."""
+
+    def __init__(self, comparison: _Comparison, figures: _OnHost):
+        self.comparison, self._figures = comparison, figures
 
     def judged(self) -> str:
         """What is wrong, or nothing."""
