@@ -35,6 +35,9 @@ class Step(Backward):
         scaler: a torch.amp.GradScaler
         clip: largest norm of the gradients
         lr_scheduler: a scheduler, or several: they step after each update
+        before_update: before_update(): called once a batch when the gradients are there, unscaled,
+            and not clipped yet, for example to clip by value or to log them. An OOM in it makes the
+            batch run again
 
     All other keywords are those of a Backward: normalizer, autocast, cost, lighten, slice, length,
     batch_dim, generators, state, gradients, on_event, group, group_timeout, window, and the options
@@ -58,9 +61,10 @@ class Step(Backward):
         scaler: Optional[Any] = None,
         clip: Optional[float] = None,
         lr_scheduler: Any = None,
+        before_update: Optional[Callable[[], Any]] = None,
         **options: Unpack[PassOptions],
     ) -> None:
         def update() -> Update:
-            return Update(listed(optimizer), listed(lr_scheduler), scaler, clip)
+            return Update(listed(optimizer), listed(lr_scheduler), scaler, clip, before_update)
 
         self._make(Step, model, loss_fn, update, options)

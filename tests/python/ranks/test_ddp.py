@@ -70,6 +70,14 @@ def test_weights_are_over_the_samples_of_all_ranks(has_normalizer, is_plain):
         assert found == {"near": True, "loss": True, "same": True, "ranks": [4, 4]}
 
 
+def test_a_before_update_without_memory_ends_the_step_on_all_ranks():
+    fine, short = run("short_before_update")
+    assert short["error"][0] == "NotPutBackError" and fine["error"][0] == "PeerFailed"
+    assert "before_update failed for lack of memory" in short["error"][1]
+    for found in (fine, short):
+        assert found["unchanged"] and found["same"]
+
+
 def test_each_rank_has_a_list_of_batches_of_its_own():
     for found in run("several"):
         assert found == {"near": True, "loss": True, "same": True, "microbatches": True}

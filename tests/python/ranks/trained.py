@@ -74,6 +74,26 @@ def several():
     }
 
 
+def short_before_update():
+    """One rank's before_update runs out of memory once, when it has changed a gradient."""
+    ddp, batch, loss_fn = wrapped("mlp")
+    left = Unseen(dist.get_rank() == RANK_OF_FAILURES)
+
+    def halve():
+        for p in ddp.parameters():
+            p.grad.mul_(0.5)
+            if left[0]:
+                left[0] = False
+                models.out_of_memory(None)
+
+    step = step_of(ddp, sgd(ddp), loss_fn, before_update=halve)
+    before = state_of(ddp)
+    error = error_of(lambda: step(batch))
+    unchanged = same_bits(before, state_of(ddp))
+    step(batch)
+    return {"error": error[:2], "unchanged": unchanged, "same": is_same_everywhere(ddp)}
+
+
 def step_of(model, optimizer, loss_fn, **options):
     options.setdefault("growth", False)
     options.setdefault("log_level", "quiet")

@@ -313,6 +313,7 @@ class Training:
         self.outputs = self.callbacks.outputs
         self.number += 1
         self.program.update.done()
+        object.__setattr__(self.report, "_norm", self.program.update.norm)
 
     # ---- for those who watch ----
 

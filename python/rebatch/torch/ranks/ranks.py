@@ -187,6 +187,12 @@ class Ranks:
         found, and its GradScaler skips what all of them skip. ValueError for one that cannot."""
         if self.window:
             self.window.check_match(update, update.scaler)
+            if update.wants_norm and getattr(update, "before_update", None):
+                raise ValueError(
+                    "rebatch: clip and before_update are given, and the model is one of "
+                    "fully_shard(), whose norm is found before either: expected a before_update "
+                    "that clips"
+                )
             self._update = update
             self._join_update()
 

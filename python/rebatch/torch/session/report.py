@@ -56,6 +56,22 @@ class Report(MapReport):
     overflow_bytes: int = 0  # of host memory that the update took, as the GPU had no more
     ranks: Tuple[int, ...] = ()  # with several ranks, the `micro` of each
 
+    _norm = None  # no field: a GradNorm, where there was an update
+
+    @property
+    def grad_norm(self) -> float:
+        """The total 2-norm of the gradients of the update, unscaled, after `before_update` and
+        before `clip`. Without `clip` it is computed when it is first read, before the next step.
+        With fully_shard() all ranks read it."""
+        if self._norm is None:
+            raise ValueError(
+                "rebatch: report.grad_norm is that of an update, and this report has none: "
+                "expected that of a Step that has updated, or torch.nn.utils.get_total_norm() "
+                "after a Backward"
+            )
+        norm: float = self._norm.read()
+        return norm
+
     def __str__(self) -> str:
         return f"step {self.step}: {super().__str__()}"
 

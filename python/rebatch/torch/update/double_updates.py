@@ -149,8 +149,8 @@ def warn_of_clipping() -> None:
     warnings.warn(
         "rebatch: the gradients were scaled or clipped after a Step had applied them, as by "
         "clip_grad_norm_(), clip_grad_value_() or unscale_() after step(batch), which changes "
-        "nothing: expected clip=<largest norm> and scaler= of the Step, or for another clipping a "
-        "function given to optimizer.register_step_pre_hook()",
+        "nothing: expected clip=<largest norm> and scaler= of the Step, or for another clipping "
+        "before_update=<a function that clips>",
         RuntimeWarning,
         stacklevel=user_stacklevel(),
     )

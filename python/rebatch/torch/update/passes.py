@@ -95,6 +95,7 @@ class Passes:
         self._found: List[Callable[[], Any]] = []  # weak references to the program's own
         self.schedulers: List[Any] = []
         self.scaler: Any = None  # that unscales here
+        self.norm: Any = None  # a GradNorm of the last update
         self.take_backward(backward)
         # Groups of each optimizer and what they have, at the points of guards.
         self._groups: Dict[int, List[Tuple[Any, List[Tuple[Any, Any]]]]] = {}

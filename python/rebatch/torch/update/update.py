@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch.amp.grad_scaler import OptState
 
+from rebatch._library import Status
+from rebatch.torch.undo.undo import NotPutBackError
 from rebatch.torch.update.double_updates import (
     AppliedGradient,
     applied_gradient,
@@ -18,6 +20,7 @@ from rebatch.torch.update.double_updates import (
     warn_of_clipping,
     warn_of_scheduler,
 )
+from rebatch.torch.update.grad_norm import GradNorm
 from rebatch.torch.update.passes import Passes, check_has, parameters_of
 
 version_of = operator.attrgetter("_version")
@@ -55,6 +58,8 @@ def _refuse_accumulation(state: Any) -> None:
         )
 
 
+# What before_update did since gradients were last cleared.
+_NOT_CALLED, _RUNS, _DONE = range(3)
 # After so many updates of a Step the loop is known.
 _WATCHED_UPDATES = 3
 
@@ -71,6 +76,7 @@ class Update(Passes):
         schedulers: Sequence[Any],
         scaler: Optional[Any],
         clip: Optional[float],
+        before_update: Optional[Callable[[], Any]] = None,
     ):
         super().__init__((), optimizers)
         self.schedulers = list(schedulers)
@@ -101,12 +107,18 @@ class Update(Passes):
         self.scaler = scaler
         self.take_backward(scaler)
         self.clip, self.wants_norm = clip, clip is not None
+        if not (before_update is None or callable(before_update)):
+            raise TypeError(f"rebatch: before_update is {before_update!r}: expected a function")
+        self.before_update, self._before = before_update, _NOT_CALLED
+        self._clipped: Optional[torch.Tensor] = None  # the norm before it
         self.reads_gradients = scaler is not None
         self._watched_updates = _WATCHED_UPDATES
         self._applied: Optional[AppliedGradient] = None  # by the last of them
 
     def shared(self) -> Dict[str, str]:
-        return {"clip": str(self.clip), "scaler": type(self.scaler).__name__}
+        before = "None" if self.before_update is None else "given"
+        scaler = type(self.scaler).__name__
+        return {"clip": str(self.clip), "scaler": scaler, "before_update": before}
 
     def every_parameter(self) -> List[torch.nn.Parameter]:
         return parameters_of(self.optimizers)
@@ -118,22 +130,41 @@ class Update(Passes):
             _refuse_accumulation(wrapper.gradient_state)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self._before, self._clipped = _NOT_CALLED, None
         if self.scaler is not None:  # it may have unscaled gradients that are gone now
             self.scaler._per_optimizer_states.clear()
 
     def finish_gradients(self) -> None:
-        """When the last micro-batch is accumulated: unscale and clip. This changes gradients, so an
-        OOM here makes the effective batch run again."""
+        """When the last micro-batch is accumulated: unscale, before_update, clip. This changes
+        gradients, so an OOM here makes the effective batch run again, or, with several ranks, this
+        function alone."""
         if self.scaler is not None and self.unscale_gradients:
             self.unscale_gradients(self.scaler, self.optimizers)
-        if self.clip is None:
+        if self.clip is None and self.before_update is None:
             return
         if self.scaler is not None:
             states = self.scaler._per_optimizer_states
             for optimizer in self.optimizers:
                 if states[id(optimizer)]["stage"] is not OptState.UNSCALED:  # by an earlier try
                     self.scaler.unscale_(optimizer)
-        self.clip_gradients(self.parameters, self.clip)
+        if self.before_update is not None:
+            self._call_before_update(self.before_update)
+        if self.clip is not None:
+            norm = self.clip_gradients(self.parameters, self.clip)
+            self._clipped = norm if self._clipped is None else self._clipped
+
+    def _call_before_update(self, function: Callable[[], Any]) -> None:
+        if self._before == _RUNS:
+            raise NotPutBackError(
+                "rebatch: before_update failed for lack of memory after all ranks had summed their "
+                "gradients, which it may have changed: expected one that needs less memory; the "
+                "parameters are as they were",
+                Status.E_STATE,
+            )
+        if self._before == _NOT_CALLED:
+            self._before = _RUNS
+            function()
+            self._before = _DONE
 
     def find(self) -> None:
         """They were given."""
@@ -147,6 +178,7 @@ class Update(Passes):
 
     def done(self) -> None:
         """The update was applied."""
+        self.norm = GradNorm(self, self._clipped)
         if self._watched_updates:
             self._watched_updates -= 1
             self._applied = applied_gradient(self.parameters)

@@ -94,12 +94,13 @@ class ShardedAccumulators(SharedAccumulators):
             state["stage"] = OptState.UNSCALED
 
     @torch.no_grad()
-    def clip(self, _parameters: Sequence[torch.Tensor], largest: float) -> None:
-        """Scale the gradients so that their norm over all ranks is at most `largest`. Makes no
-        collective; a second call changes nothing."""
+    def clip(self, _parameters: Sequence[torch.Tensor], largest: float) -> Any:
+        """Scale the gradients so that their norm over all ranks is at most `largest`: the norm
+        before. Makes no collective; a second call changes nothing, and returns None."""
         if self.norm is None:
-            return
+            return None
         scale = (largest / (self.norm + 1e-6)).clamp(max=1.0)
         parts = [p.grad.to_local() for p in self._model.shards() if p.grad is not None]
         foreach_mul_(parts, [scale.to(part) for part in parts])  # allocates nothing
-        self.norm = None
+        found, self.norm = self.norm, None
+        return found
