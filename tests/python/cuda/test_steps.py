@@ -888,16 +888,3 @@ def test_memory_that_others_hold_is_waited_for(holder):
     if holder == "keeps":
         assert driver.cuMemFree_v2(pointer) == 0
     del kept
-
-
-def test_a_comparison_of_cuts_leaves_no_memory_to_the_update():
-    """So that it is no growth from step to step, and no need of the update."""
-    model, seen = Wide().cuda(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cuda.memory_allocated()))
-    step = rebatch.Step(model, optimizer, lambda m, x: m(x).square().mean(), micro_start=4, **QUIET)
-    comparisons = step._training.callbacks.cuts
-    for _ in range(14):
-        step(torch.randn(16, 512, device="cuda"))
-    assert comparisons.is_done or STANDIN is not None
-    assert comparisons._warmed == 3 and set(seen[2:]) == {seen[2]}

@@ -1,0 +1,19 @@
+"""What the comparison of two cuts leaves on the device."""
+
+import torch
+from torch import nn
+
+import rebatch.torch as rebatch
+
+
+def test_a_comparison_of_cuts_leaves_no_memory_to_the_update():
+    """So that it is no growth from step to step, and no need of the update."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cuda.memory_allocated()))
+    step = rebatch.Step(model, optimizer, lambda m, x: m(x).square().mean(), micro_start=4, growth=False)
+    comparisons = step._training.callbacks.cuts
+    for _ in range(14):
+        step(torch.randn(16, 512, device="cuda"))
+    assert comparisons._warmed == 3 and set(seen[2:]) == {seen[2]}
