@@ -12,7 +12,9 @@ def test_a_comparison_of_cuts_leaves_no_memory_to_the_update():
     seen = []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cuda.memory_allocated()))
-    step = rebatch.Step(model, optimizer, lambda m, x: m(x).square().mean(), micro_start=4, growth=False)
+    step = rebatch.Step(
+        model, optimizer, lambda m, x: m(x).square().mean(), micro_start=4, growth=False
+    )
     comparisons = step._training.callbacks.cuts
     for _ in range(14):
         step(torch.randn(16, 512, device="cuda"))
