@@ -88,7 +88,9 @@ typedef struct rebatch_step_ops {
     /** Set the accumulators (gradients, loss, token counts) to zero. It may run again at any time
      *  before the update, with the same effect. It may allocate the accumulators in its first run;
      *  guard the pointers to them (rebatch_guard()), so that it allocates them again after rebatch
-     *  has taken them back. */
+     *  has taken them back. NULL: there is nothing to clear, since the program clears guarded
+     *  accumulators before each step, or they keep what earlier steps left in them
+     *  (rebatch_guard_sums()). */
     rebatch_status (*zero_grad)(void *user);
     /** Run samples [first, first + count) forward and backward, and add their contributions, each
      *  weighted by 1/batch. Recommended order: allocate, rebatch_reserve() what the rest needs,
@@ -690,7 +692,7 @@ REBATCH_API void rebatch_explain(rebatch *rb, const char *why);
  *  out: rebatch_alloc_or_escape() does so.
  *  @param rb         the session
  *  @param batch      samples in the effective batch
- *  @param zero_grad  clears the gradients
+ *  @param zero_grad  clears the gradients; may be NULL, as rebatch_step_ops.zero_grad
  *  @param train      forward and backward of samples [first, first + count), with weight 1/batch
  *                    for each sample
  *  @param update     applies the update

@@ -4,6 +4,12 @@
 
 #include "recover/recover.h"
 
+static rebatch_status clear_nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
 static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *given)
 {
     *out = (rebatch_step_ops){.struct_size = sizeof *out};
@@ -11,10 +17,11 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
         out, sizeof *out, RBI_SIZE_TO(rebatch_step_ops, cost), given, "rebatch_step_ops");
     if (status)
         return status;
-    const char *missing = !out->zero_grad          ? "zero_grad"
-                          : !out->forward_backward ? "forward_backward"
-                          : !out->optimizer_step   ? "optimizer_step"
-                                                   : NULL;
+    if (!out->zero_grad)
+        out->zero_grad = clear_nothing;
+    const char *missing = !out->forward_backward ? "forward_backward"
+                          : !out->optimizer_step ? "optimizer_step"
+                                                 : NULL;
     if (missing)
         return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
     const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS | REBATCH_SCOPED_MEMORY;

@@ -293,7 +293,7 @@ Test(launch, a_callback_that_fails_is_no_size)
     cr_assert_eq(run_probe(text, sizeof text, failing), 1);
     HAS(text, "\"error\":\"a callback returned REBATCH_E_UNSUPPORTED\"");
     failing = ops;
-    failing.zero_grad = NULL; /* no step at all: the program is told */
+    failing.optimizer_step = NULL; /* no step at all: the program is told */
     cr_assert_eq(run_probe(text, sizeof text, failing), 99);
 }
 

@@ -15,11 +15,6 @@ struct trainer {
     int fails_before, fails_after; /* attempts that run out of memory, of rebatch_mutating() */
 };
 
-static void clear_nothing(void *user)
-{
-    (void)user;
-}
-
 static void train(size_t first, size_t count, void *user)
 {
     struct trainer *t = user;
@@ -63,8 +58,8 @@ static void run(struct trainer *t, rebatch_guard_kind kind, bool fails)
         rebatch_step_report report;
         t->fails_before = fails && step % 3 == 1;
         t->fails_after = fails && step % 3 == 2;
-        OK(rebatch_step_plain(t->rb, BATCH, clear_nothing, train, update, t,
-                              REBATCH_DECLARES_MUTATION, &report));
+        OK(rebatch_step_plain(t->rb, BATCH, NULL, train, update, t, REBATCH_DECLARES_MUTATION,
+                              &report));
         cr_expect_eq(report.ooms, fails && step % 3 > 0);
     }
     rebatch_close(t->rb);
@@ -93,7 +88,7 @@ Test(step_sums, a_probe_leaves_them_as_they_were)
 {
     static double host[SUMS];
     const rebatch_step_ops ops =
-        OPS(nothing_to_do, forward_backward, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
+        OPS(NULL, forward_backward, nothing_to_do, .flags = REBATCH_DECLARES_MUTATION);
     struct trainer t = {.sums = host};
     open_on_host(&t.device, &t.rb, (size_t)64 << 20, &(rebatch_options)REBATCH_OPTIONS_INIT);
     for (size_t k = 0; k < SUMS; k++)
