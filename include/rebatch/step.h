@@ -10,7 +10,7 @@
  *
  *  rebatch cuts the effective batch into micro-batches. When a micro-batch runs out of memory,
  *  rebatch takes back what the attempt allocated, halves the micro-batch size, and continues with
- *  the same samples. docs/contract.md is the whole contract, and names its tests.
+ *  the same samples. docs/contract.md and the pages it names are the contract.
  *
  *  Words: the effective batch is the samples of one optimizer update; a micro-batch is the samples
  *  of one call of forward_backward; an attempt is one try at a micro-batch; OOM means out of device
@@ -88,9 +88,8 @@ typedef struct rebatch_step_ops {
     /** Set the accumulators (gradients, loss, token counts) to zero. It may run again at any time
      *  before the update, with the same effect. It may allocate the accumulators in its first run;
      *  guard the pointers to them (rebatch_guard()), so that it allocates them again after rebatch
-     *  has taken them back. NULL: there is nothing to clear, since the program clears guarded
-     *  accumulators before each step, or they keep what earlier steps left in them
-     *  (rebatch_guard_sums()). */
+     *  has taken them back. NULL: the program clears guarded accumulators before each step, or
+     *  keeps momentum in them (rebatch_guard_sums()). */
     rebatch_status (*zero_grad)(void *user);
     /** Run samples [first, first + count) forward and backward, and add their contributions, each
      *  weighted by 1/batch. Recommended order: allocate, rebatch_reserve() what the rest needs,
@@ -688,8 +687,7 @@ REBATCH_API rebatch_status rebatch_abandon_step(rebatch *rb, const char *why);
  *  @param why  one sentence, in UTF-8; the first 200 bytes are sent */
 REBATCH_API void rebatch_explain(rebatch *rb, const char *why);
 
-/** rebatch_step() for functions that return nothing, and leave by rebatch_escape() when memory runs
- *  out: rebatch_alloc_or_escape() does so.
+/** rebatch_step() for functions that return nothing, and leave by rebatch_escape() on an OOM.
  *  @param rb         the session
  *  @param batch      samples in the effective batch
  *  @param zero_grad  clears the gradients; may be NULL, as rebatch_step_ops.zero_grad
