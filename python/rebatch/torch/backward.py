@@ -104,7 +104,9 @@ class Backward:
     growth, grow_after, grow_wait_max, max_attempts, max_ooms_in_row, oom_wait_ms, log_level,
     log_file, log_format.
 
-    With several ranks, all of them make the Backward and call it together.
+    With several ranks, all of them make the Backward and call it together. Gradients are then of
+    all ranks; within no_sync() of DistributedDataParallel they are local, and the next call outside
+    of it averages what is in .grad over the ranks.
 
     Raises:
         Exhausted: not even the smallest micro-batch fits.

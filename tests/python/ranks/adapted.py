@@ -28,6 +28,15 @@ def as_launched():
     )
 
 
+def let_accelerate_shard(device):
+    """accelerate leaves fully_shard() out on a CPU."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if device.type == "cpu":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def network():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import models
-from adapted import as_launched
+from adapted import as_launched, let_accelerate_shard
 from models import FailAt, placed, same_bits
 from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.update import TrainerUpdate
@@ -374,7 +374,7 @@ def _trainer(kind, where="", is_divided=True, sharding=None, **options):
             **(sharding or {}),
         },
     )
-    _let_accelerate_shard(arguments.device)
+    let_accelerate_shard(arguments.device)
     samples = _samples()
     return kind(
         model=Model(config),
@@ -383,15 +383,6 @@ def _trainer(kind, where="", is_divided=True, sharding=None, **options):
         eval_dataset=samples[:16],
         **options,
     )
-
-
-def _let_accelerate_shard(device):
-    """accelerate leaves fully_shard() out on a CPU."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    if device.type == "cpu":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def _quiet_transformers():

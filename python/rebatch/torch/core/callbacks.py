@@ -194,7 +194,7 @@ class Callbacks:
         if mb.is_abandoned:
             assert self._lockstep is not None  # no other group abandons a micro-batch
             return self._abandon(self._lockstep)
-        if self._ranks and not mb.probing:
+        if self._ranks and not (mb.probing or self._ranks.is_local):
             self._running.total, self._running.divisor = mb.batch, self._ranks.weight()
         return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
 

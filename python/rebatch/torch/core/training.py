@@ -251,6 +251,9 @@ class Training:
                 callbacks.failed()
             if self.ranks:
                 self.ranks.explain(error)
+                if self.ranks.is_local:  # the other ranks do not hear of it, and count theirs
+                    self.number += 1
+                    lib.rebatch_set_step(session.rb, self.number)
             raise
         finally:
             callbacks.end()
@@ -268,6 +271,8 @@ class Training:
 
     def _begin_together(self, session: Session, batch: Any) -> None:
         """The other ranks hear of a failure, instead of waiting."""
+        if self.ranks:
+            self.ranks.choose_sync(self.program.update)
         try:
             self.callbacks.begin(batch)
             if self.ranks:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 import torch
 import torch.distributed as dist
 
-from rebatch.torch.private import foreach_add_, foreach_copy_, foreach_zero_
+from rebatch.torch.private import foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.ranks.buckets import Bucket, Buffers, Layouts, put_flags
 from rebatch.torch.session.gpu_wait import Work
@@ -44,6 +44,7 @@ class ReducedAccumulators(SharedAccumulators):
         self._device = torch.device("cpu")  # of the gradients
         self._root = dist.get_process_group_ranks(group)[0]
         self._is_root = dist.get_rank(group) == 0
+        self._size = dist.get_world_size(group)
         self._lock = threading.Lock()  # autograd has a thread for each device
         self.begin_step()
 
@@ -70,6 +71,23 @@ class ReducedAccumulators(SharedAccumulators):
             for i, view in zip(bucket.indices, bucket.views):
                 self._sums[i] = view
                 self._has_sum[i] = is_launched and had[i]
+        self._begin_with_earlier()
+
+    @torch.no_grad()
+    def _begin_with_earlier(self) -> None:
+        """What was in .grad is averaged over the ranks, as DistributedDataParallel has it: a local
+        gradient is reduced, and one that was reduced before stays the same."""
+        views, gradients = [], []
+        for p, gradient in self._earlier:
+            i, _ = self._places[id(p)]
+            if not self._is_launched(p):
+                views.append(self._sums[i])
+                gradients.append(_dense(p, gradient))
+                self._has_sum[i] = True
+        if views:
+            foreach_copy_(views, gradients)
+            foreach_mul_(views, 1.0 / self._size)
+        self._has_earlier = True
 
     def _make_buckets(self) -> None:
         if self._buckets:
@@ -99,7 +117,7 @@ class ReducedAccumulators(SharedAccumulators):
         for p in self._parameters:
             if p.grad is None:
                 continue
-            _dense(p)
+            _dense(p, p.grad)
             if self._is_launched(p):
                 p.grad = None
 
@@ -107,7 +125,6 @@ class ReducedAccumulators(SharedAccumulators):
         return self._places[id(p)][1] in self._buckets[: self._launched]
 
     def expose(self, is_added_to: bool = False) -> None:
-        """Earlier gradients are of all ranks already."""
         if not is_added_to:
             super().expose()
             return
@@ -173,7 +190,7 @@ class ReducedAccumulators(SharedAccumulators):
         for i, view in zip(bucket.indices, bucket.views):
             views, gradients = pairs[self._has_sum[i]]
             views.append(view)
-            gradients.append(_dense(self._parameters[i]))
+            gradients.append(_dense(self._parameters[i], self._parameters[i].grad))
         for has_sum, (views, gradients) in pairs.items():
             if views:
                 (foreach_add_ if has_sum else foreach_copy_)(views, gradients)
@@ -285,14 +302,30 @@ class ReducedAccumulators(SharedAccumulators):
             self._buffers.unpack()
 
 
+class LocalAccumulators(SharedAccumulators):
+    """Of a batch whose gradients stay on this rank, as within no_sync()."""
+
+    def begin_step(self) -> None:
+        """Nothing is summed over the ranks."""
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """The loss is that of this rank."""
+
+    def sums(self) -> Work:
+        """None."""
+        return Work(torch.device("cpu"))
+
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """No other rank waits."""
+
+
 def backend_of(group: Any, device: torch.device) -> Any:
     """What runs a group's collectives on a device. The group itself may have several."""
     return group._get_backend(device)
 
 
-def _dense(p: torch.Tensor) -> torch.Tensor:
+def _dense(p: torch.Tensor, gradient: Optional[torch.Tensor]) -> torch.Tensor:
     """Its gradient. Raises ValueError for a sparse one."""
-    gradient = p.grad
     assert gradient is not None
     if gradient.layout != torch.strided:
         raise ValueError(

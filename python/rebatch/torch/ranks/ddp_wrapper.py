@@ -122,6 +122,17 @@ def _is_sharded(modules: torch.nn.Module) -> bool:
     return any(hasattr(p, "device_mesh") for p in modules.parameters())
 
 
+def keeps_local(wrappers: List[DistributedDataParallel]) -> bool:
+    """Whether the program is within no_sync() of all of them."""
+    kept = [wrapper for wrapper in wrappers if not wrapper.require_backward_grad_sync]
+    if kept and len(kept) < len(wrappers):
+        raise ValueError(
+            f"rebatch: a batch began within no_sync() of {len(kept)} of {len(wrappers)} modules "
+            "that are DistributedDataParallel: expected no_sync() of all of them, or of none"
+        )
+    return bool(kept)
+
+
 def caps_of(wrappers: List[DistributedDataParallel]) -> Tuple[int, int]:
     """The sizes of the first bucket and of the others, in bytes."""
     cap = min((w.bucket_bytes_cap for w in wrappers), default=_CAP_BYTES)

@@ -18,7 +18,11 @@ from rebatch.torch.private import sync_module_states
 from rebatch.torch.program.gradients import SharedAccumulators
 from rebatch.torch.ranks import agreement
 from rebatch.torch.ranks.calls import Call
-from rebatch.torch.ranks.ddp_gradients import ReducedAccumulators, backend_of
+from rebatch.torch.ranks.ddp_gradients import (
+    LocalAccumulators,
+    ReducedAccumulators,
+    backend_of,
+)
 from rebatch.torch.ranks.ddp_wrapper import (
     Quiet,
     buffers_of,
@@ -26,6 +30,7 @@ from rebatch.torch.ranks.ddp_wrapper import (
     check_modules,
     compression_of,
     group_of,
+    keeps_local,
     warn_if_alone,
     wrappers_in,
 )
@@ -112,7 +117,8 @@ class Ranks:
         self._is_torn = False  # they never came
         self._has_compared, self._keys = False, ""  # those of the first batch
         self._update: Optional[Passes] = None  # of a model of fully_shard()
-        self.accumulators: SharedAccumulators = (
+        self._local = LocalAccumulators()
+        self._reduced: SharedAccumulators = (
             WindowAccumulators(window, timeout_seconds)
             if window
             else ReducedAccumulators(
@@ -126,7 +132,7 @@ class Ranks:
         self.window = self.lockstep = lockstep
         lockstep.set_timeout(self._timeout_seconds)
         lockstep.on_lost = weakly(self._note_lost)
-        self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
+        self._reduced = LockstepAccumulators(lockstep, self._timeout_seconds)
         self._join_update()
 
     def go_on(self, error: Exception, number: int) -> str:
@@ -142,7 +148,7 @@ class Ranks:
             who = f"rank {failures.index(_RAN_OUT)}"
             why = f"{who} ran out of memory beside the whole parameters"
             return self._leave_window(why, number) if self._ways else ""
-        sums = self.accumulators
+        sums = self._reduced
         if not isinstance(sums, LockstepAccumulators) or sums.is_on_host:
             return ""
         sums.is_on_host, self._return_at = True, number + self._wait
@@ -168,8 +174,8 @@ class Ranks:
             return False
         self._wait *= 2
         self._return_at = number + self._wait
-        if isinstance(self.accumulators, LockstepAccumulators):
-            self.accumulators.is_on_host = False
+        if isinstance(self._reduced, LockstepAccumulators):
+            self._reduced.is_on_host = False
         if not self._ways:
             return False
         self._check_connection()
@@ -178,7 +184,7 @@ class Ranks:
         if self._vote_on(Call.RETURNS, why)[0] < self.size:
             return False
         self.window, self.lockstep = window, None
-        self.accumulators = WindowAccumulators(window, self._timeout_seconds)
+        self._reduced = WindowAccumulators(window, self._timeout_seconds)
         self._join_update()
         return True
 
@@ -197,11 +203,26 @@ class Ranks:
             self._join_update()
 
     def _join_update(self) -> None:
-        sums, update = self.accumulators, self._update
+        sums, update = self._reduced, self._update
         if update and isinstance(sums, ShardedAccumulators):
             sums.has_norm = update.wants_norm
             sums.scaler = update.scaler
             update.clip_gradients, update.unscale_gradients = sums.clip, sums.unscale
+
+    @property
+    def accumulators(self) -> SharedAccumulators:
+        """Of the gradients of the batch that runs."""
+        return self._local if self.is_local else self._reduced
+
+    @property
+    def is_local(self) -> bool:
+        """The gradients of the batch that runs stay on this rank, and no vote waits for another."""
+        return self._votes.is_local
+
+    def choose_sync(self, update: Passes) -> None:
+        """A batch begins: within no_sync() a program that updates by itself gets local gradients.
+        All ranks call this together."""
+        self._votes.is_local = keeps_local(self._wrappers) and update.is_of_program
 
     @property
     def size(self) -> int:
@@ -373,16 +394,19 @@ class Ranks:
         """A step begins. `weight` is what this rank's losses are divided by, if it is not the
         number of samples. Raises RuntimeError where the process group is destroyed."""
         self._votes.check()
-        self._keys = "" if self._has_compared else agreement.keys_of(batch)
+        self._keys = "" if self._is_compared() else agreement.keys_of(batch)
         compression_of(self._wrappers)  # a hook may be registered at any time
         self.accumulators.begin_step()
         keys = agreement.number_of(self._keys)
         self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0, keys, 0.0]
 
+    def _is_compared(self) -> bool:
+        return self._has_compared or self.is_local
+
     def check_batches(self) -> None:
         """After the first vote of a step. Raises ValueError on all ranks where the first batch has
         other keys on some: each rank has the digests of all, so all come here or none."""
-        if self._has_compared:
+        if self._is_compared():
             return
         if len(set(self._votes.received(_KEYS))) > 1:
             agreement.check_keys(self._everyones(self._keys))
@@ -400,8 +424,8 @@ class Ranks:
         self._votes.values[_MICRO] = 0.0
 
     def micros(self) -> Tuple[int, ...]:
-        """The size of each rank's micro-batches in the last step."""
-        return tuple(int(count) for count in self._votes.received(_MICRO))
+        """The size of each rank's micro-batches in the last step; () where it was local."""
+        return () if self.is_local else tuple(int(count) for count in self._votes.received(_MICRO))
 
     def finish(self, loss: torch.Tensor) -> None:
         """Sum the gradients and the loss over the ranks. Raises Lost."""

@@ -32,6 +32,7 @@ class Votes:
     def __init__(self, parent: Any, timeout_seconds: float, values: int):
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._is_fake = dist.get_backend(parent) == "fake"  # all ranks are as this one
+        self.is_local = False  # so are they in a batch whose gradients stay on this rank
         ranks = dist.get_process_group_ranks(parent)
         group = cast(
             Any,
@@ -96,17 +97,18 @@ class Votes:
             self.check()
             tensor, numbers, floats, options = self._buffer(count, reduction)
             own, each = count + self.rank * len(self.values), len(self.values)
+            is_alone = self._is_fake or self.is_local
             C.memmove(tensor.data_ptr(), words, 8 * count)
             numbers[count:] = [_NO_VALUE[reduction]] * (len(numbers) - count)
             floats[own : own + each] = self.values
             _flip(numbers, reduction)
-            if self._is_fake:
+            if is_alone:
                 numbers[:count] = [n * (1 if reduction else self.size) for n in numbers[:count]]
             else:
                 self.group.allreduce([tensor], options).wait()
             _flip(numbers, reduction)
             C.memmove(words, tensor.data_ptr(), 8 * count)
-            self._received = self.values * self.size if self._is_fake else floats[count:]
+            self._received = self.values * self.size if is_alone else floats[count:]
             return c.Status.OK
         except BaseException as error:  # an interrupt, too, ends the group
             self.note_lost(error)
