@@ -1,4 +1,4 @@
-"""A Step in a program of accelerate: what prepare() returns, and what is around a step."""
+"""A Step and a Backward in a program of accelerate: what prepare() returns, and what is around."""
 
 import warnings
 
@@ -106,3 +106,167 @@ def test_the_memory_of_its_first_update_is_known():
     update = Update([optimizer], [], None, None)
     assert update.first_bytes() == first_update_bytes(optimizer.optimizer) > 0
     assert update.kept_bytes() > 0
+
+
+# ---- a loop with accumulate() ----
+
+
+def large_loss(model, samples):
+    """Whose gradients overflow with the first scale of as_in_fp16()."""
+    return 100 * regression_loss(model, samples)
+
+
+def accumulate(is_wrapped, largest=99, scaler=None, mixed_precision="no", **options):
+    """(parameters, losses, learning rates) of two epochs of five batches, three for an update."""
+    accelerator, batch, model, optimizer, scheduler = prepared(
+        gradient_accumulation_steps=3, mixed_precision=mixed_precision
+    )
+    accelerator.scaler = optimizer.scaler = scaler
+    if scaler is not None:  # as AcceleratedOptimizer has it where it is made with one
+        optimizer.__setstate__(optimizer.__dict__)
+    model.eval()
+    data = torch.utils.data.TensorDataset(*(t.repeat(3, *[1] * (t.dim() - 1)) for t in batch))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, 10))
+    backward = rebatch.Backward(
+        model,
+        fails_above(large_loss, largest),
+        backward=accelerator.backward,
+        log_level="quiet",
+        growth=False,
+        **options,
+    )
+    losses, rates = [], []
+    for _ in range(2):
+        for samples in loader:
+            with accelerator.accumulate(model):
+                if is_wrapped:
+                    loss = backward(samples)
+                else:
+                    loss = large_loss(model, samples)
+                    accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+            rates += scheduler.get_last_lr()
+    return state_of(model), losses, rates
+
+
+def as_in_fp16():
+    """A GradScaler whose first updates are infs, which it skips."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+
+
+@pytest.mark.parametrize("options", ({}, {"mixed_precision": "bf16"}, {"scaler": as_in_fp16}))
+def test_a_backward_within_accumulate_is_the_plain_loop(options):
+    def run(*arguments, **more):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        return accumulate(*arguments, **made, **more)
+
+    state, losses, rates = run(False)
+    found, its_losses, its_rates = run(True)
+    assert len(losses) == 10 and len(set(rates)) == 5 - ("scaler" in options)
+    assert same_bits(found, state) and same_bits(its_losses, losses) and its_rates == rates
+    cut, _, _ = run(True, largest=3)
+    begun_small, _, _ = run(True, micro_start=2)
+    assert same_bits(cut, begun_small)
+
+
+# ---- an optimizer that skips, whoever wraps it ----
+
+
+class Skipping:
+    """Steps and clears in every second call."""
+
+    def __init__(self, optimizer, clears=False):
+        self.optimizer, self.calls, self.clears = optimizer, 0, clears
+        self.param_groups = optimizer.param_groups
+
+    def step(self):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        if self.clears or self.calls % 2 == 0:
+            self.optimizer.zero_grad(set_to_none)
+
+
+class ThroughData(torch.optim.SGD):
+    """Changes parameters by a way that PyTorch does not count."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("clears", (False, True))
+def test_a_wrapper_that_skips_is_named(clears):
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(model, Skipping(torch.optim.SGD(model.parameters(), 0.1), clears), loss_fn)
+    before = state_of(model)
+    with pytest.warns(RuntimeWarning, match=r"step\(\) of test_accelerate.Skipping changed no par"):
+        step(batch)
+    assert same_bits(before, state_of(model))
+    if not clears:
+        with pytest.raises(ValueError, match=r"zero_grad\(\) of test_accelerate.Skipping left its"):
+            step(batch)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):  # it is told once
+                step(batch)
+        assert not same_bits(before, state_of(model))
+
+
+@pytest.mark.parametrize("is_wrapped", (False, True))
+@pytest.mark.parametrize("kind", (torch.optim.SGD, ThroughData))
+def test_an_optimizer_that_steps_is_not(kind, is_wrapped):
+    model, batch, loss_fn = make("mlp")
+    optimizer = kind(model.parameters(), 0.1)
+    if is_wrapped:
+        optimizer = Skipping(optimizer, clears=True)
+        optimizer.calls = 1
+    step, before = rebatch.Step(model, optimizer, loss_fn), state_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(batch)
+        if not is_wrapped:
+            step(batch)
+    assert not same_bits(before, state_of(model))
+
+
+def test_a_step_that_is_skipped_for_an_inf_is_not_told():
+    model, batch, loss_fn = make("mlp")
+    optimizer = Skipping(torch.optim.SGD(model.parameters(), 0.1), clears=True)
+    step = rebatch.Step(model, optimizer, lambda m, s: loss_fn(m, s) * float("inf"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(batch)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    step = rebatch.Step(model, optimizer.optimizer, step.loss_fn, scaler=scaler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(batch)
+    assert scaler.get_scale() == 1.0
+
+
+def test_a_prepared_scheduler_waits_for_an_update_that_its_scaler_skips():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, batch, loss_fn = make("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
+    accelerator._optimizers.append(optimizer)
+    scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(inner, 1, 0.5))
+    factors = [float("inf"), 1.0, 1.0]
+    step = rebatch.Step(
+        model, optimizer, lambda m, s: loss_fn(m, s) * factors[0], lr_scheduler=scheduler
+    )
+    rates = []
+    while factors:
+        step(batch)
+        rates += scheduler.get_last_lr()
+        factors.pop(0)
+    assert rates == [0.1, 0.05, 0.025]

@@ -1,20 +1,27 @@
 """What a loop does once more, or too late, whose Step has done it already: optimizer.step(),
-scheduler.step(), clipping."""
+scheduler.step(), clipping. And what an optimizer does not do that a Step asks it to."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
-from typing import Any, Callable, Iterable, MutableMapping, Optional
+from typing import Any, Callable, Iterable, Iterator, MutableMapping, Optional
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rebatch._user_code import user_stacklevel
+from rebatch.torch.session.weak_methods import weakly
+
+
+def _with_gradients(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return (p for p in parameters if p.grad is not None)
 
 
 def _first_gradient(optimizer: Any) -> Optional[torch.Tensor]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next((p.grad for p in parameters if p.grad is not None), None)
+    return next((p.grad for p in _with_gradients(optimizer)), None)
 
 
 class _Watch:
@@ -22,7 +29,7 @@ class _Watch:
     is a warning; a loop that makes gradients of its own may step."""
 
     def __init__(self) -> None:
-        self.is_own = self._has_warned = False
+        self.is_own = self.has_stepped = self._has_warned = False
         self._applied: Optional[weakref.ref[torch.Tensor]] = (
             None  # the first gradient of the last update
         )
@@ -31,9 +38,14 @@ class _Watch:
         gradient = _first_gradient(optimizer)
         self._applied = None if gradient is None else weakref.ref(gradient)
 
+    def before_step_within(self, *_: Any) -> None:
+        """An optimizer of PyTorch steps."""
+        self.has_stepped |= self.is_own
+
     def before_step(
         self, optimizer: Any, arguments: tuple[Any, ...], keywords: dict[Any, Any]
     ) -> None:
+        self.before_step_within()
         if self.is_own or self._has_warned or self._applied is None:
             return
         given = [*arguments[1:], *keywords.values()]
@@ -58,20 +70,68 @@ def _watch_of(optimizer: Any) -> _Watch:
     watch = _watches.get(optimizer)
     if watch is None:
         watch = _watches[optimizer] = _Watch()
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             optimizer.register_step_pre_hook(watch.before_step)
+        else:  # a wrapper, whose own ones run within its step()
+            note = weakly(watch.before_step_within, gone=None)
+            weakref.finalize(watch, register_optimizer_step_pre_hook(note).remove)
     return watch
 
 
-def own_step(optimizer: Any, step: Callable[[], Any]) -> None:
-    """Call the step() of an optimizer for a Step."""
+def own_step(optimizer: Any, step: Callable[[], Any]) -> bool:
+    """Call the step() of an optimizer for a Step. Whether it did anything: a parameter has changed,
+    or PyTorch's own step() has run, which may write through .data."""
     watch = _watch_of(optimizer)
-    watch.is_own = True
+    first = [(p, p._version) for p in itertools.islice(_with_gradients(optimizer), 1)]
+    watch.is_own, watch.has_stepped = True, False
     try:
         step()
         watch.note_update(optimizer)
     finally:
         watch.is_own = False
+    return watch.has_stepped or all(p._version != version for p, version in first)
+
+
+def own_zero_grad(optimizer: Any) -> None:
+    """Call its zero_grad(). ValueError where that did nothing."""
+    first = _first_gradient(optimizer)
+    version = None if first is None else first._version
+    optimizer.zero_grad(set_to_none=True)
+    if first is not None and first._version == version and _first_gradient(optimizer) is first:
+        raise ValueError(
+            f"rebatch: zero_grad() of {_kind_of(optimizer)} left its gradients as they were, and "
+            f"each call of a Step is an update: expected {_WRAPPED}"
+        )
+
+
+_WRAPPED = (
+    "the optimizer that it wraps, or rebatch.Backward(model, loss_fn) in a loop that steps it"
+)
+
+
+def _kind_of(optimizer: Any) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+@torch.no_grad()
+def warn_if_idle(optimizer: Any) -> bool:
+    """Of an optimizer whose step() did nothing: a warning, unless a gradient is not finite."""
+    gradients = [p.grad for p in _with_gradients(optimizer)]
+    are_finite = all(bool(torch.isfinite(_part_of(g)).all()) for g in gradients)
+    if are_finite:
+        warnings.warn(
+            f"rebatch: step() of {_kind_of(optimizer)} changed no parameter, though all gradients "
+            f"are finite, so this batch is in no update: expected {_WRAPPED}",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return are_finite
+
+
+def _part_of(gradient: Any) -> torch.Tensor:
+    """What this rank has of it."""
+    part: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part.coalesce().values() if part.is_sparse else part
 
 
 class _Scheduler:

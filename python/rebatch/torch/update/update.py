@@ -16,12 +16,14 @@ from rebatch.torch.update.double_updates import (
     AppliedGradient,
     applied_gradient,
     own_step,
+    own_zero_grad,
     step_scheduler,
+    warn_if_idle,
     warn_of_clipping,
     warn_of_scheduler,
 )
 from rebatch.torch.update.grad_norm import GradNorm
-from rebatch.torch.update.passes import Passes, check_has, parameters_of
+from rebatch.torch.update.passes import Passes, check_has, inner_optimizer, parameters_of
 
 version_of = operator.attrgetter("_version")
 
@@ -113,6 +115,8 @@ class Update(Passes):
         self._clipped: Optional[torch.Tensor] = None  # the norm before it
         self.reads_gradients = scaler is not None
         self._watched_updates = _WATCHED_UPDATES
+        self._idle: List[Any] = []  # optimizers whose step() did nothing in the last of them
+        self._has_told_idle = False
         self._applied: Optional[AppliedGradient] = None  # by the last of them
 
     def shared(self) -> Dict[str, str]:
@@ -129,7 +133,7 @@ class Update(Passes):
         for wrapper in self._accelerated:
             _refuse_accumulation(wrapper.gradient_state)
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            own_zero_grad(optimizer)
         self._before, self._clipped = _NOT_CALLED, None
         if self.scaler is not None:  # it may have unscaled gradients that are gone now
             self.scaler._per_optimizer_states.clear()
@@ -170,15 +174,35 @@ class Update(Passes):
         """They were given."""
 
     def apply(self) -> None:
+        self._idle = []
         for optimizer in self.optimizers:
             step = optimizer.step
             if self.scaler is not None:
                 step = functools.partial(self.scaler.step, optimizer)
-            own_step(optimizer, step)
+            if not own_step(optimizer, step):
+                self._idle.append(optimizer)
+
+    def _look_at_idle(self) -> None:
+        """A GradScaler skips a step for an inf, and then so does a scheduler of accelerate."""
+        skipped = [optimizer for optimizer in self._idle if self._has_inf(optimizer)]
+        for wrapper in self._accelerated:
+            if wrapper.scaler is not None:
+                wrapper._is_overflow = any(inner_optimizer(wrapper) is o for o in skipped)
+        for optimizer in self._idle:
+            if not (self._has_told_idle or any(optimizer is o for o in skipped)):
+                self._has_told_idle = warn_if_idle(optimizer)
+
+    def _has_inf(self, optimizer: Any) -> bool:
+        """As the scaler has read, which has stepped."""
+        if self.scaler is None:
+            return False
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(bool(value) for value in found.values())
 
     def done(self) -> None:
         """The update was applied."""
         self.norm = GradNorm(self, self._clipped)
+        self._look_at_idle()
         if self._watched_updates:
             self._watched_updates -= 1
             self._applied = applied_gradient(self.parameters)
