@@ -145,6 +145,7 @@ struct rbi_thrashing {
     uint32_t row;                   /* micro-batches in a row that thrashed */
     size_t largest;                 /* size of the step's micro-batches */
     size_t most_samples;            /* of them */
+    uint64_t most_bytes;            /* that one of them needs */
 };
 
 /* After an attempt that failed, and after one of `count` samples that succeeded, by rb->run.use. */

@@ -14,6 +14,15 @@ void rbi_thrashing_begin(rebatch *rb)
     rbi_pool_read_traffic(&rb->sizes.thrashing.before, rb->pool);
 }
 
+/* Whether as much as the step's micro-batches need is free beside the memory that they had: what went then was
+ * not given for want of memory, and fewer samples would not keep it. */
+static bool is_plentiful(const rebatch *rb)
+{
+    size_t available;
+    return rbi_memory_available(&available, rb) == REBATCH_OK &&
+           available / 2 >= rb->sizes.thrashing.most_bytes;
+}
+
 void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 {
     struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
@@ -23,7 +32,8 @@ void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
     const uint64_t taken = now.taken_bytes - thrashing->before.taken_bytes;
     const uint64_t given = now.given_bytes - thrashing->before.given_bytes;
     const uint64_t again = rbi_min(taken, given);
-    const bool thrashed = again && again >= needed_bytes / THRASHING_PART;
+    thrashing->most_bytes = rbi_max(thrashing->most_bytes, needed_bytes);
+    const bool thrashed = again && again >= needed_bytes / THRASHING_PART && !is_plentiful(rb);
     thrashing->row = thrashed ? thrashing->row + 1 : 0;
     rb->run.report.thrashed += thrashed;
     thrashing->largest = rbi_max(thrashing->largest, rb->run.cut.size);
@@ -36,6 +46,7 @@ void rbi_thrashing_restart(rebatch *rb)
     rb->run.report.thrashed = 0;
     rb->sizes.thrashing.largest = 0;
     rb->sizes.thrashing.most_samples = 0;
+    rb->sizes.thrashing.most_bytes = 0;
     rbi_thrashing_begin(rb);
 }
 
