@@ -127,13 +127,6 @@ bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale 
 
 /* ---- what is compared (items.c) ---- */
 
-/* How far two runs differ by rounding, as a part of the largest value. */
-struct rbi_noise {
-    bool is_measured;
-    bool is_of_few; /* by few samples alone: the result does not follow the batch */
-    double largest, rms;
-};
-
 /* What the program names, or a block without a name. */
 struct rbi_item {
     char name[64];
@@ -145,12 +138,11 @@ struct rbi_item {
     size_t bytes;
     rebatch_guard_kind kind;
     rebatch_number number;
-    bool is_compared; /* else only what changes from run to run is said */
-    bool is_settled;  /* there is a finding about it */
-    double size;      /* the largest value after the first run */
-    struct rbi_noise noise;
-    struct rbi_noise noise_uncut; /* of the first run's micro-batches alone */
-    struct rbi_noise noise_few;   /* of few samples */
+    bool is_compared;   /* else only what changes from run to run is said */
+    bool is_settled;    /* there is a finding about it */
+    double size;        /* the largest value after the first run */
+    double noise;       /* its rounding as measured, as a part of the largest value */
+    double noise_uncut; /* of the first run's micro-batches alone */
 };
 
 struct rbi_items {
@@ -235,13 +227,10 @@ struct rbi_difference {
 /* `factor` times what it was is expected. */
 struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char *was,
                                          const char *is, double factor);
-/* The share of the numbers that differ by more than that part of the largest value, of those that
- * are not 0. */
+/* The share of the numbers that differ by more than that part of the largest value, and than that
+ * part of their own size, of those that are not 0. */
 double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
-                               double part);
-/* The share of them that differ by more than that part of their own size. */
-double rbi_values_share_other(const struct rbi_item *item, const char *was, const char *is,
-                              double part);
+                               double part, double of_own);
 double rbi_values_largest(const struct rbi_item *item, const char *values);
 /* How many numbers it has. */
 size_t rbi_values_count(const struct rbi_item *item);
@@ -302,16 +291,17 @@ struct rbi_check {
     struct rbi_parts whole; /* the micro-batches of the first run */
     struct rbi_parts ran;   /* those of the last rbi_check_run() */
     struct rbi_parts replayed_parts;
-    bool has_own_weights;      /* which may not go by the batch */
-    bool has_resize;           /* there is such a callback */
-    bool is_first;             /* run, which shows what zero_grad clears */
-    bool is_rounding_measured; /* of the first run's micro-batches */
-    double typical_size;       /* of half of the items at most */
-    bool is_cut_wrong;         /* there is a finding about it */
-    size_t base;               /* the largest size that fits */
-    size_t most_ran;           /* micro-batches in a run */
-    size_t swallowing;         /* a larger one, at which an OOM is swallowed; 0: none */
-    double rounding;           /* the largest difference by rounding */
+    bool has_own_weights;   /* which may not go by the batch */
+    bool has_resize;        /* there is such a callback */
+    bool is_first;          /* run, which shows what zero_grad clears */
+    bool is_measured;       /* rounding is, which needs results that follow the batch */
+    bool is_uncut_measured; /* or that was tried, of the first run's micro-batches */
+    double typical_size;    /* of half of the items at most */
+    bool is_cut_wrong;      /* there is a finding about it */
+    size_t base;            /* the largest size that fits */
+    size_t most_ran;        /* micro-batches in a run */
+    size_t swallowing;      /* a larger one, at which an OOM is swallowed; 0: none */
+    double rounding;        /* the largest difference by rounding */
     char rounding_of[192];
     bool is_rounding_unsure;
     uint64_t began_ns, deadline_ns;
@@ -373,17 +363,13 @@ void rbi_compare_say_coped(struct rbi_check *c, const char *when);
 /* ---- rounding (rounding.c) ---- */
 
 enum rbi_verdict { RBI_EQUAL, RBI_ROUNDING, RBI_UNSURE, RBI_WRONG };
-/* The same micro-batches round in the same way. */
+/* Of what two results are: the same micro-batches, which round in the same way, others, or few
+ * samples in others. */
+enum rbi_order { RBI_SAME_ORDER, RBI_OTHER_ORDER, RBI_FEW_SAMPLES };
+/* `was` and `is` are the values. */
 enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_item *item,
-                                    const struct rbi_difference *difference);
-/* Other micro-batches do not; `was` and `is` are the values. */
-enum rbi_verdict rbi_rounding_judge_cut(const struct rbi_check *c, const struct rbi_item *item,
-                                        const struct rbi_difference *difference, const char *was,
-                                        const char *is);
-/* Few samples in other micro-batches. */
-enum rbi_verdict rbi_rounding_judge_few(const struct rbi_check *c, const struct rbi_item *item,
-                                        const struct rbi_difference *difference, const char *was,
-                                        const char *is);
+                                    const struct rbi_difference *difference, enum rbi_order order,
+                                    const char *was, const char *is);
 /* After the first run: how large values are. */
 void rbi_rounding_note_sizes(struct rbi_check *c);
 /* Whether it is so small that it is nothing but rounding. */
@@ -392,9 +378,6 @@ bool rbi_rounding_is_all(const struct rbi_check *c, const struct rbi_item *item,
 /* Whether measuring could tell. */
 bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi_item *item,
                                      const struct rbi_difference *difference);
-/* By so many samples in two cuts, whose results are in c->other and c->now: for a program that
- * the function below does not measure, as its weights do not go by the batch. */
-void rbi_rounding_measure_few(struct rbi_check *c, size_t samples);
 /* Runs these micro-batches as parts of larger batches, and compares with `was`. */
 rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
                                     const struct rbi_values *was);

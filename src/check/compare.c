@@ -96,9 +96,8 @@ static rebatch_status measure(struct rbi_check *c, const struct rbi_comparison *
 {
     rebatch_status status = REBATCH_OK;
     rbi_assert(what->parts);
-    if (!c->is_rounding_measured)
+    if (!c->is_uncut_measured)
         status = rbi_rounding_measure(c, &c->whole, &c->reference);
-    c->is_rounding_measured = true;
     return status ? status : rbi_rounding_measure(c, what->parts, what->is);
 }
 
@@ -131,12 +130,13 @@ rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *wha
             continue;
         const struct rbi_difference difference = difference_of(what, item, i);
         const enum rbi_verdict verdict =
-            what->is_exact && difference.differs ? RBI_WRONG
-            : what->is_few ? rbi_rounding_judge_few(c, item, &difference, what->was->copies[i],
-                                                    what->is->copies[i])
-            : what->parts  ? rbi_rounding_judge_cut(c, item, &difference, what->was->copies[i],
-                                                    what->is->copies[i])
-                           : rbi_rounding_judge(c, item, &difference);
+            what->is_exact && difference.differs
+                ? RBI_WRONG
+                : rbi_rounding_judge(c, item, &difference,
+                                     what->is_few  ? RBI_FEW_SAMPLES
+                                     : what->parts ? RBI_OTHER_ORDER
+                                                   : RBI_SAME_ORDER,
+                                     what->was->copies[i], what->is->copies[i]);
         if (verdict == RBI_WRONG) {
             add_name(&about, item, &difference);
             item->is_settled = true;
@@ -163,8 +163,8 @@ void rbi_compare_end(struct rbi_check *c)
                         "%s, by %.1e of its largest value, which is the most of all%s",
                         c->rounding_of, c->rounding,
                         c->is_rounding_unsure
-                            ? "; more than float rounds, and how this program rounds could be "
-                              "measured by few samples alone, since its results do not follow "
-                              "mb->batch: see that it computes in TF32, bf16 or fp16"
+                            ? "; more than float rounds, and how this program rounds could not be "
+                              "measured, since its results do not follow mb->batch: see that it "
+                              "computes in TF32, bf16 or fp16"
                             : "");
 }

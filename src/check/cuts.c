@@ -235,7 +235,6 @@ static rebatch_status run_few(struct rbi_check *c, struct rbi_parts *parts)
     rebatch_status status = run_both(c, parts, large, &is_there);
     if (status || !is_there)
         return status;
-    rbi_rounding_measure_few(c, large);
     rbi_text_add(&t, "when samples %zu-%zu come in micro-batches of ", batch - large, batch - 1);
     add_samples(&t, least);
     status = rbi_compare(c, &(struct rbi_comparison){REBATCH_FINDING_CUT, when, cut_advice,

@@ -131,34 +131,18 @@ double rbi_values_add_difference(float *sums, const struct rbi_item *item, const
 }
 
 double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
-                               double part)
+                               double part, double of_own)
 {
     const size_t count = rbi_values_count(item);
     const double scale = rbi_values_largest(item, was);
     size_t all = 0, beyond = 0;
     for (size_t i = 0; i < count; i++) {
         const double a = value_at(item, was, i), b = value_at(item, is, i);
-        if (a == 0 && b == 0) /* of a sparse gradient */
-            continue;
-        all++;
-        beyond += !(fabs(b - a) <= part * scale);
+        const double most = fmax(part * scale, of_own * fmax(fabs(a), fabs(b)));
+        all += a != 0 || b != 0; /* else of a sparse gradient */
+        beyond += !(fabs(b - a) <= most);
     }
     return all ? (double)beyond / (double)all : 0;
-}
-
-double rbi_values_share_other(const struct rbi_item *item, const char *was, const char *is,
-                              double part)
-{
-    const size_t count = rbi_values_count(item);
-    size_t all = 0, other = 0;
-    for (size_t i = 0; i < count; i++) {
-        const double a = value_at(item, was, i), b = value_at(item, is, i);
-        if (a == 0 && b == 0)
-            continue;
-        all++;
-        other += !(fabs(b - a) <= part * fmax(fabs(a), fabs(b)));
-    }
-    return all ? (double)other / (double)all : 0;
 }
 
 double rbi_values_rms(const struct rbi_item *item, const char *values)

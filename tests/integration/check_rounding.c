@@ -22,19 +22,26 @@ enum mistake {
     SAMPLES_OF_THE_BEGINNING,
     TARGETS_OF_THE_BEGINNING,
     MEAN_OF_THE_MICRO_BATCH,
+    WEIGHT_A_LITTLE_SMALL,
     DECAYS_IN_EACH_MICRO_BATCH
 };
+
+/* What is added to the gradients and no sample has: a part of the weight, of its sign, the same for
+ * all, or a part of the weight in the second layer alone. */
+enum term { DECAY, SIGN, CONSTANT, DECAY_OF_ONE_LAYER };
 
 struct net {
     struct check_run run;
     enum precision precision;
     enum mistake mistake;
     size_t batch;
+    float too_small;      /* by so much is the weight in a part of the batch, by mistake */
     bool has_own_weights; /* samples are weighted by a constant */
     bool asks_session;    /* for the batch */
     rebatch_device *device;
     uint64_t rng;
-    float decay; /* of the weights, which is added to the gradients */
+    enum term term;
+    float decay; /* how much of the term is added to the gradients */
     float w1[HIDDEN][INPUTS], w2[OUTPUTS][HIDDEN], shift;
     float x[BATCH][INPUTS], y[BATCH][OUTPUTS];
     /* results */
@@ -110,10 +117,12 @@ static bool is_relu(size_t h)
 
 static float weight_of(const struct net *n, const rebatch_microbatch *mb)
 {
-    return n->mistake == WEIGHT_OF_THE_COUNT ? 1 / (float)mb->count
-           : n->has_own_weights              ? 1 / (float)n->batch
-           : n->asks_session                 ? 1 / (float)rebatch_get_batch(n->run.rb, 1)
-                                             : 1 / (float)mb->batch;
+    const bool is_small = n->mistake == WEIGHT_A_LITTLE_SMALL && mb->count < n->batch;
+    const float all = n->mistake == WEIGHT_OF_THE_COUNT ? (float)mb->count
+                      : n->has_own_weights              ? (float)n->batch
+                      : n->asks_session                 ? (float)rebatch_get_batch(n->run.rb, 1)
+                                                        : (float)mb->batch;
+    return (is_small ? 1 - n->too_small : 1) / all;
 }
 
 static const float *input_of(const struct net *n, const rebatch_microbatch *mb, size_t i)
@@ -214,10 +223,14 @@ static void add(const struct net *n, float *gradient, uint16_t *narrow, float va
     *narrow = (uint16_t)(bits >> 16);
 }
 
-/* A term that no sample has: once in each micro-batch by mistake, else as much of it as samples. */
-static float decay_of(const struct net *n, const rebatch_microbatch *mb, float weight)
+/* Once in each micro-batch by mistake, else as much of it as samples. */
+static float term_of(const struct net *n, const rebatch_microbatch *mb, float weight, bool is_first)
 {
-    return n->decay * weight *
+    const float term = n->term == CONSTANT                         ? 1
+                       : n->term == SIGN                           ? copysignf(1, weight)
+                       : n->term == DECAY_OF_ONE_LAYER && is_first ? 0
+                                                                   : weight;
+    return n->decay * term *
            (n->mistake == DECAYS_IN_EACH_MICRO_BATCH ? 1 : (float)mb->count / (float)mb->batch);
 }
 
@@ -228,14 +241,14 @@ static void accumulate(struct net *n, const rebatch_microbatch *mb, const struct
             struct sum sum = sum_for(mb->count);
             for (size_t i = 0; i < mb->count; i++)
                 sum_add(&sum, a->dhidden[i][h] * operand(n, input_of(n, mb, i)[k]));
-            add(n, &n->d1[h][k], &n->b1[h][k], sum_end(&sum) + decay_of(n, mb, n->w1[h][k]));
+            add(n, &n->d1[h][k], &n->b1[h][k], sum_end(&sum) + term_of(n, mb, n->w1[h][k], true));
         }
     for (size_t o = 0; o < OUTPUTS; o++)
         for (size_t h = 0; h < HIDDEN; h++) {
             struct sum sum = sum_for(mb->count);
             for (size_t i = 0; i < mb->count; i++)
                 sum_add(&sum, a->dout[i][o] * a->centered[i][h]);
-            add(n, &n->d2[o][h], &n->b2[o][h], sum_end(&sum) + decay_of(n, mb, n->w2[o][h]));
+            add(n, &n->d2[o][h], &n->b2[o][h], sum_end(&sum) + term_of(n, mb, n->w2[o][h], false));
         }
 }
 
@@ -292,8 +305,10 @@ struct trial {
     enum mistake mistake;
     uint64_t seed;
     float decay;
+    enum term term;
     double tolerance;
     size_t batch; /* 0: BATCH */
+    float too_small;
     bool has_own_weights, asks_session;
 };
 
@@ -312,6 +327,8 @@ static rebatch_status check_trial(rebatch_check_report *report, const struct tri
                      .batch = trial->batch ? trial->batch : BATCH,
                      .has_own_weights = trial->has_own_weights,
                      .asks_session = trial->asks_session,
+                     .too_small = trial->too_small,
+                     .term = trial->term,
                      .decay = trial->decay};
     fill(&n, trial->seed);
     open_on_host(&n.device, &n.run.rb, MIB(8), &OPTIONS(.log_level = REBATCH_LOG_QUIET));
@@ -398,24 +415,105 @@ Test(check_rounding, so_it_is_in_a_small_batch)
                 }
 }
 
-/* What decays is as small as what float, TF32 and bfloat16 round. Seeds 1 to 10. */
-Test(check_rounding, a_term_that_each_micro_batch_adds_is_found_at_the_size_of_rounding)
+/* The largest gradient of all samples in float. */
+static float largest_of(const struct trial *trial)
 {
-    static const float decays[] = {
-        [FLOAT] = 1e-6f, [TF32] = 1e-4f, [MIXED] = 1e-3f, [BFLOAT16] = 4e-3f};
+    static struct net n;
+    static struct activations a;
+    const rebatch_microbatch mb = {.count = trial->batch, .batch = trial->batch};
+    float largest = 0;
+    n = (struct net){.batch = trial->batch};
+    fill(&n, trial->seed);
+    forward(&n, &mb, &a);
+    backward(&n, &mb, &a);
+    accumulate(&n, &mb, &a);
+    for (size_t i = 0; i < sizeof n.d1 / sizeof(float); i++)
+        largest = fmaxf(largest, fabsf(n.d1[i / INPUTS][i % INPUTS]));
+    for (size_t i = 0; i < sizeof n.d2 / sizeof(float); i++)
+        largest = fmaxf(largest, fabsf(n.d2[i / HIDDEN][i % HIDDEN]));
+    return largest;
+}
+
+/* How many of these are called mistakes, of 32: each term in batches of 8 and 32. Seeds 1 to 4. */
+static int count_terms(enum precision precision, enum mistake mistake, float part, bool has_own)
+{
+    int count = 0;
+    for (enum term term = DECAY; term <= DECAY_OF_ONE_LAYER; term++)
+        for (size_t batch = 8; batch <= BATCH; batch *= 4)
+            for (uint64_t seed = 1; seed <= 4; seed++) {
+                const float weight = term == SIGN || term == CONSTANT ? 1 : 0.3f;
+                rebatch_check_report report;
+                struct trial trial = {.precision = precision,
+                                      .mistake = mistake,
+                                      .seed = seed,
+                                      .term = term,
+                                      .batch = batch,
+                                      .has_own_weights = has_own};
+                trial.decay = part * largest_of(&trial) / weight;
+                count += check_trial(&report, &trial) != REBATCH_OK;
+                cr_expect(mistake == NONE || report.mistakes == 0 ||
+                              report.findings[0].kind == REBATCH_FINDING_CUT,
+                          "%s", check_texts(&report));
+            }
+    return count;
+}
+
+/* A term that is added once a micro-batch instead of once a batch, of that part of the largest
+ * gradient: as small as what float, TF32 and bfloat16 round. What bfloat16 gradients lose of it is
+ * not found. The same terms are right where each micro-batch adds its samples' share. */
+Test(check_rounding, small_terms_that_each_micro_batch_adds_are_found)
+{
+    static const struct {
+        enum precision precision;
+        float part;
+        int least; /* of 32 */
+    } rows[] = {
+        {FLOAT, 1e-3f, 32},   {FLOAT, 1e-4f, 32},    {FLOAT, 1e-6f, 32},    {TF32, 1e-3f, 32},
+        {TF32, 1e-4f, 32},    {TF32, 1e-5f, 30},     {MIXED, 1e-3f, 32},    {MIXED, 1e-4f, 32},
+        {MIXED, 1e-5f, 32},   {BFLOAT16, 1e-2f, 32}, {BFLOAT16, 3e-3f, 32}, {BFLOAT16, 1e-3f, 11},
+        {BFLOAT16, 1e-4f, 0},
+    };
+    for (size_t i = 0; i < 2 * sizeof rows / sizeof *rows; i++) {
+        const enum precision precision = rows[i / 2].precision;
+        const float part = rows[i / 2].part;
+        const int found = count_terms(precision, DECAYS_IN_EACH_MICRO_BATCH, part, i % 2);
+        cr_expect_geq(found, rows[i / 2].least, "%s, %g of the gradient: %d of 32",
+                      precisions[precision], (double)part, found);
+        cr_expect_eq(count_terms(precision, NONE, part, i % 2), 0, "%s, %g of the gradient",
+                     precisions[precision], (double)part);
+    }
+}
+
+/* The report says what grows, and nothing else. */
+Test(check_rounding, what_grows_with_the_number_of_micro_batches_is_named)
+{
     rebatch_check_report report;
+    const struct trial trial = {MIXED, DECAYS_IN_EACH_MICRO_BATCH, 1, .decay = 1e-3f};
+    cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s", check_texts(&report));
+    const rebatch_finding *const found = check_find(&report, REBATCH_FINDING_CUT, "w1");
+    cr_expect(found && strstr(found->text, "with the number of micro-batches: with each one more"),
+              "%s", check_texts(&report));
+    cr_expect_eq(report.finding_count, 1, "%s", check_texts(&report));
+}
+
+/* As small as what is computed in rounds; where weights do not follow the batch, that is not
+ * measured. Seeds 1 to 10. */
+Test(check_rounding, a_weight_that_is_a_little_too_small_is_found)
+{
+    static const float parts[] = {
+        [FLOAT] = 3e-4f, [TF32] = 3e-3f, [MIXED] = 0.02f, [BFLOAT16] = 0.03f};
     for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
-        for (uint64_t seed = 1; seed <= 10; seed++) {
-            const struct trial trial = {precision, DECAYS_IN_EACH_MICRO_BATCH, seed,
-                                        .decay = decays[precision]};
-            cr_expect_eq(check_trial(&report, &trial), REBATCH_E_STATE, "%s, seed %ju:\n%s",
-                         precisions[precision], (uintmax_t)seed, check_texts(&report));
-            const rebatch_finding *const found = check_find(&report, REBATCH_FINDING_CUT, "w1");
-            cr_expect(found && strstr(found->text,
-                                      "with the number of micro-batches: with each one more"),
-                      "%s", check_texts(&report));
-            cr_expect_eq(report.finding_count, 1, "%s", check_texts(&report));
-        }
+        for (int i = 0; i < 6; i++)
+            for (uint64_t seed = 1; seed <= 10; seed++) {
+                const struct trial trial = {precision,
+                                            WEIGHT_A_LITTLE_SMALL,
+                                            seed,
+                                            .decay = 0.01f,
+                                            .batch = (const size_t[]){3, 8, BATCH}[i % 3],
+                                            .has_own_weights = i / 3,
+                                            .too_small = i / 3 ? 0.03f : parts[precision]};
+                expect_cut(&trial);
+            }
 }
 
 /* A bound that the caller sets is the only one. */
