@@ -16,7 +16,7 @@ from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.core.rehearsal import rehearse
 from rebatch.torch.program.gradients import Accumulators
-from rebatch.torch.program.mistakes import hooked, refuse_stepped
+from rebatch.torch.program.mistakes import hooked, refuse_graphs, refuse_stepped
 from rebatch.torch.program.program import Running, listed
 from rebatch.torch.saving.levels import Rungs
 from rebatch.torch.session.oom import is_oom
@@ -384,6 +384,8 @@ class Callbacks:
             self._update.backward(loss)
         if noted:
             refuse_stepped(listed(running.program.model), noted)
+        if running.program.is_fresh and not self._is_whole:
+            refuse_graphs(self._trained)
         return loss.detach(), kept(extras)
 
     def _with(self, loss: torch.Tensor) -> torch.Tensor:

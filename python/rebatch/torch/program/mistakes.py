@@ -150,6 +150,17 @@ def refuse_stepped(
         )
 
 
+def refuse_graphs(trained: Sequence[torch.nn.Parameter]) -> None:
+    """ValueError for gradients with a graph of their own, of backward(create_graph=True). Gradients
+    that are kept apart are added outside of it."""
+    if any(p.grad is not None and p.grad.requires_grad for p in trained):
+        raise ValueError(
+            "rebatch: the gradients have a graph, of backward(create_graph=True), and are to be "
+            'added to others without it: expected gradients="inplace", with which autograd adds '
+            "them, or micro_smallest=<the batch's size> and no gradients before the batch"
+        )
+
+
 def refuse_scaled(loss_name: str, loss: torch.Tensor, option: str) -> None:
     """ValueError for a loss from scale() of a GradScaler. Its weight would be another one once the
     scale changes, and the update that many times as large."""
