@@ -327,3 +327,93 @@ def test_a_part_is_contiguous_where_the_whole_is(dim, shape):
 def test_a_part_of_the_first_dimension_is_a_view():
     whole, cut = torch.randn(4, 3), Cut()
     assert cut.part({"x": whole}, 1, 2, cut.length(whole))["x"].data_ptr() == whole[1].data_ptr()
+
+
+# ---- a `slice` and whole batches ----
+
+
+class Graphs:
+    """Nodes of several graphs."""
+
+    def __init__(self, x, graph):
+        self.x, self.graph = x, graph
+
+
+def part_of(batch, first, count):
+    mine = (batch.graph >= first) & (batch.graph < first + count)
+    return Graphs(batch.x[mine], batch.graph[mine] - first)
+
+
+def graph_step(slice, loss_fn, **options):
+    model = torch.nn.Linear(2, 1)
+    return rebatch.Step(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn,
+        slice=slice,
+        length=lambda batch: 4,
+        log_level="quiet",
+        **options,
+    )
+
+
+def graphs():
+    return Graphs(torch.arange(16.0).view(8, 2), torch.arange(8) // 2)
+
+
+def test_a_slice_that_changes_nothing_is_not_called_for_whole_batches():
+    calls = []
+
+    def counted(batch, first, count):
+        calls.append(count)
+        return part_of(batch, first, count)
+
+    seen = []
+
+    def loss_fn(model, part):
+        seen.append(type(part))
+        del part.graph  # of the micro-batch, and not of the batch
+        return model(part.x).square().mean()
+
+    step, batch = graph_step(counted, loss_fn), graphs()
+    for _ in range(6):
+        step(batch)
+    assert calls == [4, 4, 4] and seen == [Graphs] * 6 and batch.graph is not None
+
+
+def test_a_whole_batch_of_a_slice_that_does_more_is_always_sliced():
+    def doubled(batch, first, count):
+        part = part_of(batch, first, count)
+        part.x = part.x * 2
+        return part
+
+    seen = []
+
+    def loss_fn(model, part):
+        seen.append(float(part.x.max()))
+        return model(part.x).square().mean()
+
+    step, batch = graph_step(doubled, loss_fn), graphs()
+    for _ in range(6):
+        step(batch)
+    assert seen == [30.0] * 6
+
+
+def test_a_whole_batch_that_loss_fn_changed_is_whole_when_it_runs_again():
+    model_calls, fails = [], [False]
+
+    def loss_fn(model, part):
+        part.x = part.x / 2
+        model_calls.append(float(part.x.max()))
+        if fails[0] and len(part.x) == 8:
+            fails[0] = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(part.x).square().mean()
+
+    step, batch = graph_step(part_of, loss_fn, growth=False), graphs()
+    for _ in range(4):
+        step(batch)
+    fails[0] = True
+    step(batch)
+    assert step.report.micro == 2 and float(batch.x.max()) == 15
+    assert model_calls == [7.5] * 5 + [3.5, 7.5]

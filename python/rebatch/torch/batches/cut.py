@@ -112,6 +112,25 @@ def batch_tensors(
                 yield from batch_tensors(part, f"{name}.{key}", objects - 1)
 
 
+# Whole batches whose `slice` is looked at.
+_WHOLE_LOOKS = 3
+
+
+def _is_same(part: Any, batch: Any) -> bool:
+    """Whether what a `slice` made of a whole batch has what the batch has."""
+    mine, its = dict(batch_tensors(part)), dict(batch_tensors(batch))
+    return (
+        type(part) is type(batch)
+        and bool(its)
+        and mine.keys() == its.keys()
+        and all(_is_equal(mine[name], tensor) for name, tensor in its.items())
+    )
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) and torch.equal(a, b)
+
+
 # How the lists of tensors in a batch are read: each has a field of the batch in an entry, or a
 # sample; or the batch is such a list, and those in it have samples.
 _FIELD, _SAMPLE, _FIELD_OF_SAMPLES = "field", "sample", "field of samples"
@@ -271,6 +290,7 @@ class Cut:
                 raise TypeError(f"rebatch: {name} is {function!r}: expected a function")
         self.dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
         self.within: Optional[Cut] = None  # which `slice` cuts by
+        self._whole_looks = _WHOLE_LOOKS  # that are left; -1: whole batches are sliced
         self.reading = _FIELD  # of the batch whose length was asked for last
         self._usual = ""  # where lists may be read in several ways, by those of the batches before
         self._possible: List[str] = []  # readings of the batch, where its lists have several
@@ -354,7 +374,8 @@ class Cut:
         """Samples [first, first + count) of a batch of `length` samples, of the same type. Tensors
         are views, NumPy arrays are copies."""
         if self._slice:
-            part = self._slice(batch, first, count)
+            is_whole = count == length and not self.within
+            part = self._whole(batch, length) if is_whole else self._slice(batch, first, count)
         elif _is_plain(batch) and not self.dim:
             try:
                 return tuple([tensor[first : first + count] for tensor in batch])
@@ -365,6 +386,17 @@ class Cut:
         # Nothing tells that an array was changed in place, so who changes one must not reach the
         # batch.
         return owned(part, is_array) if "numpy" in sys.modules else part
+
+    def _whole(self, batch: Any, length: int) -> Any:
+        """A whole batch. Where `slice` was seen to change nothing, a shallow copy is enough: what
+        loss_fn takes out of that is there for a retry."""
+        assert self._slice is not None
+        if self._whole_looks == 0:
+            return copy.copy(batch)
+        part = self._slice(batch, 0, length)
+        if self._whole_looks > 0:
+            self._whole_looks = self._whole_looks - 1 if _is_same(part, batch) else -1
+        return part
 
     def described(self, batch: Any) -> str:
         """Where a batch is cut, and what to write for another cut."""

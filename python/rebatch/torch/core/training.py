@@ -17,7 +17,6 @@ from typing import (
     List,
     Optional,
     Sequence,
-    Set,
     Tuple,
     Union,
 )
@@ -43,6 +42,7 @@ from rebatch.torch.core.arguments import (
     tell_ranks,
 )
 from rebatch.torch.core.callbacks import Callbacks
+from rebatch.torch.core.earlier import Found, found_earlier
 from rebatch.torch.core.check_and_exit import check_if_asked, fit_if_asked, probe_if_asked
 from rebatch.torch.program.program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch.ranks.calls import Call
@@ -57,6 +57,7 @@ from rebatch.torch.update.passes import Passes
 if TYPE_CHECKING:
     from rebatch.torch.ranks.ranks import Ranks  # needs a PyTorch with torch.distributed
 
+_ANY_BATCH = 1 << 62  # samples: more than any has
 _nothing: ContextManager[None] = contextlib.nullcontext()
 
 
@@ -70,18 +71,28 @@ class Training:
         ranks: Optional[Ranks] = None,
         cuts: Optional[FirstCut] = None,
         number: int = 0,
+        found: Optional[Found] = None,
     ):
         self.running, self.ranks = running, ranks
-        self.callbacks = Callbacks(running, ranks, cuts or FirstCut())
+        self._found = found or Found()  # by those before it, and by this one
+        self.callbacks = Callbacks(running, ranks, cuts or self._found.cuts)
         self.session: Optional[Session] = None  # once it is open
         self.number = number
         self.report, self.totals = Report(), Totals()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
-        self._told_swallowed: Set[str] = set()  # lines
         self._clean_samples = 0  # of the last step without an OOM
         self._longest = 0  # samples of a batch of the last step
         self._micro = 0  # where a session that is opened begins; 0: where the options say
         self._batch_norms: List[torch.nn.Module] = []  # of the model, once a session was open
+        if found:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Where an earlier one with this model has left off."""
+        found, self.running.told.is_done = self._found, self._found.is_told
+        self.callbacks.rungs.wanted = found.level
+        if not self.program.options.get("micro_start"):
+            self._micro = found.micro
 
     @property
     def program(self) -> Program:
@@ -295,9 +306,9 @@ class Training:
         number, meter.swallowed = meter.swallowed, 0
         modules, program = self.running.undo.tree.modules, self.program
         line = swallowing_line(program.functions_that_run(), modules)
-        if not line or line in self._told_swallowed:
+        if not line or line in self._found.swallowed:
             return
-        self._told_swallowed.add(line)
+        self._found.swallowed.add(line)
         warnings.warn(
             f"rebatch: PyTorch ran out of memory {number} time{'s' * (number > 1)} in "
             f"{program.loss_name}(), which kept that to itself, so that samples may count in no "
@@ -317,8 +328,15 @@ class Training:
             self.callbacks.succeeded_outside()
         self.outputs = self.callbacks.outputs
         self.number += 1
+        self._note_found()
         self.program.update.done()
         object.__setattr__(self.report, "_norm", self.program.update.norm)
+
+    def _note_found(self) -> None:
+        assert self.session is not None  # it has run a step
+        found, micro = self._found, int(lib.rebatch_get_micro(self.session.rb, _ANY_BATCH))
+        found.micro = 0 if micro > _ANY_BATCH // 2 else micro
+        found.level, found.is_told = self.callbacks.rungs.wanted, self.running.told.is_done
 
     # ---- for those who watch ----
 
@@ -455,4 +473,4 @@ def training_of(
     running = Running(program, undo, told)
     running.has_ranks = ranks is not None
     running.has_window = ranks is not None and ranks.window is not None
-    return Training(running, ranks)
+    return Training(running, ranks, found=found_earlier(kind, program))

@@ -293,7 +293,7 @@ class Told:
         self._functions, self._known, self._name, self._advice = functions, known, name, advice
         self._modules = modules
         self.apart: Sequence[Sequence[torch.Tensor]] = ()  # whose gradients are kept apart
-        self._is_due = self._is_done = False
+        self._is_due = self.is_done = False
         self._left = _LOOKS + 1  # steps in which attempts are looked at before an OOM, and this one
         self._attempts_left = _MOST_ATTEMPTS
         self._ids: Set[int] = set()  # of what is known, in an attempt
@@ -316,7 +316,7 @@ class Told:
         self._before = self._hook = None
 
     def save(self, point: int) -> None:
-        if point != GuardPoint.ATTEMPT or self._is_done:
+        if point != GuardPoint.ATTEMPT or self.is_done:
             return
         if self._is_due:
             self._look()
@@ -327,11 +327,11 @@ class Told:
             self._last = self._before
 
     def restore(self, point: int) -> None:
-        if self._before and not self._is_done:
+        if self._before and not self.is_done:
             before, now = self._before, self._marks()
             self._found += [name for name in _changed(before, now) if _is_lost(name, before, now)]
         self._end()
-        self._is_due = not self._is_done
+        self._is_due = not self.is_done
 
     def succeeded(self) -> None:
         """An attempt has: warn of what it changed, if it ran after one that failed."""
@@ -349,7 +349,7 @@ class Told:
         names = [name for name in dict.fromkeys(found + changed) if name not in of_gradients]
         names = [name for name in names if not _is_within(name, names)]
         if names:
-            self._is_done, self._last = True, None
+            self.is_done, self._last = True, None
             self._warn(names)
 
     def _look(self) -> None:
