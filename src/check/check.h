@@ -178,6 +178,9 @@ void rbi_values_close(struct rbi_values *values);
 /* Copies, and waits for it: of a session's device, or in host memory. */
 rebatch_status rbi_check_copy(const rebatch *rb, rebatch_guard_kind kind, void *to,
                               const void *from, size_t bytes);
+/* What device memory holds, read through `chunk` of that room. */
+rebatch_status rbi_check_digest(uint64_t *out, const rebatch *rb, const char *address, size_t bytes,
+                                char *chunk, size_t room);
 /* Reads them, and puts them back. The device is idle. */
 rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items);
 rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items);

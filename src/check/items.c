@@ -167,6 +167,32 @@ rebatch_status rbi_check_copy(const rebatch *rb, rebatch_guard_kind kind, void *
     return status ? status : rebatch_stream_synchronize(device, stream);
 }
 
+/* FNV-1a over words of eight bytes. */
+static uint64_t add_digest(uint64_t digest, const char *bytes, size_t count)
+{
+    for (size_t i = 0; i < count; i += sizeof(uint64_t)) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, rbi_min(sizeof word, count - i));
+        digest = (digest ^ word) * UINT64_C(0x100000001b3);
+        digest ^= digest >> 29;
+    }
+    return digest;
+}
+
+rebatch_status rbi_check_digest(uint64_t *out, const rebatch *rb, const char *address, size_t bytes,
+                                char *chunk, size_t room)
+{
+    rebatch_status status = REBATCH_OK;
+    *out = UINT64_C(0xcbf29ce484222325);
+    for (size_t at = 0; at < bytes && !status; at += room) {
+        const size_t count = rbi_min(bytes - at, room);
+        status = rbi_check_copy(rb, REBATCH_GUARD_DEVICE, chunk, address + at, count);
+        if (!status)
+            *out = add_digest(*out, chunk, count);
+    }
+    return status;
+}
+
 rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items)
 {
     rebatch_status status = REBATCH_OK;

@@ -1,7 +1,6 @@
 /* Owns the list of the pool's blocks that are older than the step, and which of them a run changes.
  * Must not know what a change means. */
 #include <inttypes.h>
-#include <string.h>
 
 #include "check/check.h"
 #include "device/device.h"
@@ -99,33 +98,6 @@ rebatch_status rbi_older_save(char ***out, const struct rbi_old_blocks *blocks)
     return status;
 }
 
-/* FNV-1a over words of eight bytes. */
-static uint64_t add_digest(uint64_t digest, const char *bytes, size_t count)
-{
-    for (size_t i = 0; i < count; i += sizeof(uint64_t)) {
-        uint64_t word = 0;
-        memcpy(&word, bytes + i, rbi_min(sizeof word, count - i));
-        digest = (digest ^ word) * UINT64_C(0x100000001b3);
-        digest ^= digest >> 29;
-    }
-    return digest;
-}
-
-static rebatch_status read_digest(uint64_t *out, const struct rbi_old_blocks *blocks,
-                                  const struct rbi_old_block *block)
-{
-    rebatch_status status = REBATCH_OK;
-    *out = UINT64_C(0xcbf29ce484222325);
-    for (size_t at = 0; at < block->bytes && !status; at += CHUNK_BYTES) {
-        const size_t count = rbi_min(block->bytes - at, CHUNK_BYTES);
-        status = rbi_check_copy(blocks->rb, REBATCH_GUARD_DEVICE, blocks->chunk,
-                                block->address + at, count);
-        if (!status)
-            *out = add_digest(*out, blocks->chunk, count);
-    }
-    return status;
-}
-
 struct look {
     struct rbi_old_blocks *blocks;
     size_t at;
@@ -183,7 +155,8 @@ rebatch_status rbi_older_note(struct rbi_old_blocks *blocks)
         uint64_t digest;
         if (block->is_gone)
             continue;
-        status = read_digest(&digest, blocks, block);
+        status = rbi_check_digest(&digest, blocks->rb, block->address, block->bytes, blocks->chunk,
+                                  CHUNK_BYTES);
         block->has_changed = !status && digest != block->digest;
         block->digest = digest;
     }

@@ -93,18 +93,13 @@ static void on_call(void *user, enum rbi_pool_call call, const void *address, si
 
 /* ---- what is there ---- */
 
-/* FNV-1a of the beginning. False when it cannot be read. */
+/* Of the beginning. False when it cannot be read. */
 static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
                         const struct rbi_stale_block *block)
 {
-    unsigned char bytes[LOOKED_AT_BYTES];
-    const size_t count = rbi_min(block->bytes, sizeof bytes);
-    if (rbi_check_copy(stale->injection->rb, REBATCH_GUARD_DEVICE, bytes, block->address, count))
-        return false;
-    *out = UINT64_C(0xcbf29ce484222325);
-    for (size_t i = 0; i < count; i++)
-        *out = (*out ^ bytes[i]) * UINT64_C(0x100000001b3);
-    return true;
+    char chunk[LOOKED_AT_BYTES];
+    return !rbi_check_digest(out, stale->injection->rb, block->address,
+                             rbi_min(block->bytes, sizeof chunk), chunk, sizeof chunk);
 }
 
 /* Whether the pool's memory has not moved since: otherwise addresses may be mapped elsewhere, or
