@@ -18,6 +18,7 @@
 #ifdef __cplusplus
 #include <stdlib.h>
 
+#include <cstddef>
 #include <type_traits>
 #include <utility>
 #ifdef __cpp_exceptions
@@ -405,12 +406,24 @@ template <class Resize> struct rebatch_wrap_frame {
     }
 };
 
+/* Calls zero_grad, where there is one. */
+template <class Zero>
+static inline auto rebatch_wrap_clear(Zero &zero_grad) -> decltype(zero_grad())
+{
+    return zero_grad();
+}
+
+static inline void rebatch_wrap_clear(const std::nullptr_t &)
+{
+}
+
 template <class Zero, class Train, class Update, class Resize> struct rebatch_wrap_functions {
     typedef rebatch_wrap_frame<Resize> frame;
     Zero &zero_grad;
     Train &train;
     Update &update;
     bool declares;
+    size_t largest;
 
     static rebatch_wrap_functions &begin(void *user)
     {
@@ -424,7 +437,7 @@ template <class Zero, class Train, class Update, class Resize> struct rebatch_wr
     {
         rebatch_wrap_functions &f = begin(user);
         static_cast<frame *>(user)->range("zero_grad");
-        return static_cast<frame *>(user)->run([&] { f.zero_grad(); });
+        return static_cast<frame *>(user)->run([&] { rebatch_wrap_clear(f.zero_grad); });
     }
     static rebatch_status call_train(const rebatch_microbatch *mb, void *user)
     {
@@ -438,14 +451,20 @@ template <class Zero, class Train, class Update, class Resize> struct rebatch_wr
         static_cast<frame *>(user)->range("update");
         return static_cast<frame *>(user)->run([&] { f.update(); });
     }
+    static size_t call_part(size_t first, void *user)
+    {
+        const size_t largest =
+            static_cast<rebatch_wrap_functions *>(static_cast<frame *>(user)->functions)->largest;
+        return largest - first % largest;
+    }
 };
 
 template <class Zero, class Train, class Update, class Resize>
-static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train &train,
-                                           Update &update, Resize &resize, bool resizes,
-                                           uint32_t flags, rebatch_step_report *report)
+static inline cudaError_t
+rebatch_wrap_run(size_t batch, Zero &zero_grad, Train &train, Update &update, Resize &resize,
+                 bool resizes, uint32_t flags, rebatch_step_report *report, size_t largest)
 {
-    static_assert(std::is_void<decltype(zero_grad())>::value &&
+    static_assert(std::is_void<decltype(rebatch_wrap_clear(zero_grad))>::value &&
                       std::is_void<decltype(train(batch, batch))>::value &&
                       std::is_void<decltype(update())>::value &&
                       std::is_void<decltype(resize(batch))>::value,
@@ -455,7 +474,7 @@ static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train 
     if (code != cudaSuccess)
         return code;
     typedef rebatch_wrap_functions<Zero, Train, Update, Resize> functions;
-    functions f = {zero_grad, train, update, (flags & REBATCH_DECLARES_MUTATION) != 0};
+    functions f = {zero_grad, train, update, (flags & REBATCH_DECLARES_MUTATION) != 0, largest};
     rebatch_wrap_frame<Resize> *const frame = rebatch_wrap_frame<Resize>::of(resize, &f);
     rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
     ops.zero_grad = functions::call_zero_grad;
@@ -463,6 +482,7 @@ static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train 
     ops.optimizer_step = functions::call_update;
     ops.flags = flags | REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
     ops.resize = resizes ? rebatch_wrap_frame<Resize>::call_resize : NULL;
+    ops.part = largest ? functions::call_part : NULL;
     return frame->end(rebatch_step(rb, &ops, batch, frame, report));
 }
 
@@ -502,7 +522,8 @@ static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &r
 /** rebatch_step() for the process's session, for a step of three functions that return nothing and
  *  leave when memory runs out. For functions that return a status, and in C, use rebatch_step().
  *  @param batch      samples in the effective batch
- *  @param zero_grad  called as zero_grad(): clears the gradients
+ *  @param zero_grad  called as zero_grad(): clears the gradients. nullptr: the program clears
+ *                    guarded sums before each step (rebatch_step_ops.zero_grad)
  *  @param train      called as train(first, count): forward and backward, with weight 1/batch for
  *                    each sample
  *  @param update     called as update(): applies the update
@@ -510,16 +531,19 @@ static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &r
  *                    time. Without it, they count as changing state from their first line.
  *                    REBATCH_SCOPED_MEMORY: what train has not freed is freed when it returns
  *  @param report     may be NULL
+ *  @param largest    most samples in one call of train, which are of one loader batch of that many:
+ *                    no call goes beyond a multiple of it; 0: the whole batch. Not with lockstep
  *  @return cudaSuccess; cudaErrorMemoryAllocation for REBATCH_E_EXHAUSTED and REBATCH_E_TORN, which
  *          are events; otherwise the code of rebatch_step()'s status, whose message is on standard
  *          error. rebatch_last_error() has the message */
 template <class Zero, class Train, class Update>
 static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
                                             Update &&update, uint32_t flags = 0,
-                                            rebatch_step_report *report = NULL)
+                                            rebatch_step_report *report = NULL, size_t largest = 0)
 {
     const rebatch_wrap_no_resize nothing = {};
-    return rebatch_wrap_run(batch, zero_grad, train, update, nothing, false, flags, report);
+    return rebatch_wrap_run(batch, zero_grad, train, update, nothing, false, flags, report,
+                            largest);
 }
 
 /** The same with a fourth function, for a trainer that allocates its activation buffers once and
@@ -535,14 +559,15 @@ static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Trai
  *                    such as a lambda
  *  @param flags      as above
  *  @param report     may be NULL
+ *  @param largest    as above
  *  @return as above */
 template <class Zero, class Train, class Update, class Resize,
           class = decltype(std::declval<Resize &>()((size_t)1))>
 static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
                                             Update &&update, Resize &&resize, uint32_t flags = 0,
-                                            rebatch_step_report *report = NULL)
+                                            rebatch_step_report *report = NULL, size_t largest = 0)
 {
-    return rebatch_wrap_run(batch, zero_grad, train, update, resize, true, flags, report);
+    return rebatch_wrap_run(batch, zero_grad, train, update, resize, true, flags, report, largest);
 }
 
 /** rebatch_map() for the process's session, for example an evaluation.

@@ -554,6 +554,34 @@ Test(wrap, functions_that_do_not_declare_are_taken_to_change_things_at_once)
     }
 }
 
+/* The OOM comes when samples are in the sum, which nobody clears but the program before the step. */
+Test(wrap, a_guarded_sum_that_the_program_clears_needs_no_zero_grad)
+{
+    AUTO_CLOSE(rig, rig) = rig_open();
+    struct wrap_trainer trainer = {.sample_bytes = MIB(1)};
+    rebatch_step_report report;
+    cr_assert_eq(wrap_trainer_guard_sums(&trainer), cudaSuccess);
+    for (int step = 1; step <= 3; step++) {
+        cr_assert_eq(wrap_trainer_step_of_sums(&trainer, BATCH, 0, &report), cudaSuccess);
+        cr_assert_eq(report.ooms, step == 1);
+        cr_assert_eq(trainer.sum, SUM);
+        cr_assert_eq(trainer.parameter, step * SUM);
+    }
+}
+
+/* As a loader gives them: 30, 30, 30, 10. */
+Test(wrap, no_call_of_train_goes_beyond_a_multiple_of_largest)
+{
+    AUTO_CLOSE(rig, rig) = rig_open();
+    struct wrap_trainer trainer = {.sample_bytes = MIB(1)};
+    rebatch_step_report report;
+    cr_assert_eq(wrap_trainer_step_of_sums(&trainer, BATCH, 30, &report), cudaSuccess);
+    cr_assert_eq(report.ooms, 0);
+    cr_assert_eq(report.microbatches, 4);
+    cr_assert_eq(trainer.longest, 30);
+    cr_assert_eq(trainer.parameter, SUM);
+}
+
 Test(wrap, events_are_printed_for_people)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;

@@ -36,6 +36,16 @@ Test(wrap_darknet, little_memory_gives_the_bits_of_the_plain_program_at_that_siz
     cr_expect_str_eq(wrapped.out, plain.out);
 }
 
+/* Four times as many at once would not fit. */
+Test(wrap_darknet, subdivisions_are_the_largest_micro_batch)
+{
+    AUTO_DONE(plain) = run_it(MUCH, "", "darknet-before", "256 8 2");
+    AUTO_DONE(wrapped) = run_it(LITTLE, "", "darknet", "256 8 2");
+    cr_assert_eq(wrapped.code, 0, "%s", wrapped.error);
+    cr_expect_null(strstr(wrapped.error, "out of memory"), "%s", wrapped.error);
+    cr_expect_str_eq(wrapped.out, plain.out);
+}
+
 /* The pool has memory enough, and the library has none beside it for 256 and for 128. */
 Test(wrap_darknet, an_oom_of_the_library_is_survived)
 {

@@ -113,6 +113,30 @@ cudaError_t wrap_trainer_step_with_lambda(wrap_trainer *trainer, size_t batch,
         REBATCH_DECLARES_MUTATION, report);
 }
 
+cudaError_t wrap_trainer_guard_sums(wrap_trainer *trainer)
+{
+    return rebatch_wrap_guard_sums(&trainer->sum);
+}
+
+cudaError_t wrap_trainer_step_of_sums(wrap_trainer *trainer, size_t batch, size_t largest,
+                                      rebatch_step_report *report)
+{
+    t = trainer;
+    t->sum = 0;
+    const auto train = [](size_t first, size_t count) {
+        void *memory;
+        t->trains++;
+        t->longest = count > t->longest ? count : t->longest;
+        rebatch_wrap_mutating();
+        for (size_t i = first; i < first + count; i++)
+            t->sum += (double)i;
+        check(cudaMalloc(&memory, count * t->sample_bytes));
+        check(cudaFree(memory));
+    };
+    return rebatch_wrap_step(batch, nullptr, train, update, REBATCH_DECLARES_MUTATION, report,
+                             largest);
+}
+
 /* ---- evaluation ---- */
 
 static void evaluate_in_buffer(int first, int count)

@@ -18,6 +18,7 @@ struct wrap_trainer {
     double sum;                      /* accumulated */
     double parameter;                /* sum of all updates */
     unsigned zeros, trains, updates; /* calls */
+    size_t longest;                  /* samples in a call of train of step_of_sums */
     unsigned made;                   /* calls of resize */
     size_t room;                     /* samples of the buffer */
     void *buffer;
@@ -38,6 +39,13 @@ cudaError_t wrap_trainer_step(struct wrap_trainer *trainer, size_t batch, uint32
                               rebatch_step_report *report);
 cudaError_t wrap_trainer_step_by_lambdas(struct wrap_trainer *trainer, size_t batch, uint32_t flags,
                                          rebatch_step_report *report);
+
+/* A step without zero_grad, whose program clears its sum before it, and which allocates when it has
+ * added; `largest` samples at once. */
+cudaError_t wrap_trainer_step_of_sums(struct wrap_trainer *trainer, size_t batch, size_t largest,
+                                      rebatch_step_report *report);
+/* Guards `sum` as one. */
+cudaError_t wrap_trainer_guard_sums(struct wrap_trainer *trainer);
 
 /* An evaluation, through rebatch_wrap_map(): in the buffer that the step's resize makes, or in
  * memory of its own. It leaves by rebatch_wrap_check(). */

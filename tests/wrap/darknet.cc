@@ -324,7 +324,8 @@ static float train_network(network *net, const data &d)
     };
     CHECK(rebatch_wrap_step(
         d.images, [=] { net->error = 0; }, train,
-        [=] { rebatch_wrap_mutating(), update_network(net); }, resize, REBATCH_DECLARES_MUTATION));
+        [=] { rebatch_wrap_mutating(), update_network(net); }, resize, REBATCH_DECLARES_MUTATION,
+        NULL, d.images / net->subdivisions));
     net->seen += d.images;
 #else
     for (int i = 0; i < net->subdivisions; i++) {
