@@ -148,8 +148,9 @@ class Callbacks:
         self.accumulators.restore_earlier()
         self._others.restore_earlier()
 
-    def succeeded_outside(self) -> None:
-        """It has."""
+    def _drop_earlier(self) -> None:
+        """It has. What was in .grad before is not needed when the step ends."""
+        self.accumulators.drop_earlier()
         self._others.drop_earlier()
         if len(self._seen_outside) < len(self.outside):
             self._seen_outside = unique([*self._seen_outside, *self._others.given()])
@@ -474,6 +475,7 @@ class Callbacks:
             self.session.torn_text = torn_text(self._trained, versions)
             raise
         self.is_applied = True
+        self._drop_earlier()
 
     def _reserve_update(self) -> None:
         needed, meter = self._update.first_bytes(), self.session.meter

@@ -323,9 +323,6 @@ class Training:
         return session.call(lib.rebatch_step, ops, samples, None, C.byref(filled)), filled
 
     def _finish(self) -> None:
-        self.callbacks.accumulators.drop_earlier()
-        if self.callbacks.outside:
-            self.callbacks.succeeded_outside()
         self.outputs = self.callbacks.outputs
         self.number += 1
         self._note_found()

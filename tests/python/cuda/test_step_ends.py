@@ -1,4 +1,4 @@
-"""What the comparison of two cuts leaves on the device."""
+"""What stays on the device when a step ends."""
 
 import torch
 from torch import nn
@@ -19,3 +19,23 @@ def test_a_comparison_of_cuts_leaves_no_memory_to_the_update():
     for _ in range(14):
         step(torch.randn(16, 512, device="cuda"))
     assert comparisons._warmed == 3 and set(seen[2:]) == {seen[2]}
+
+
+def test_gradients_that_accumulate_are_no_growth():
+    """Two calls for each update: what was in .grad goes before the second one ends."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    said = []
+    backward = rebatch.Backward(
+        model,
+        lambda m, x: m(x).square().mean(),
+        micro_start=4,
+        growth=False,
+        on_event=lambda text, event: said.append(text),
+    )
+    for i in range(12):
+        backward(torch.randn(16, 512, device="cuda"))
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not [text for text in said if "memory grows" in text]
