@@ -512,16 +512,19 @@ def test_nothing_fits(program):
 
 
 @on_standin
-def test_step_fit_runs_the_program_again_and_goes_on(program):
+@pytest.mark.parametrize("made", ("step", "backward"))
+def test_fit_runs_the_program_again_and_goes_on(program, made):
     source = MODEL.replace(".cuda()", ".to(device)").replace("torch.manual_seed(0)", "device = "
         "'cuda' if torch.cuda.is_available() else 'cpu'")  # fmt: skip
     asked = """
 import rebatch.torch as rebatch
 
 step = rebatch.Step(model, optimizer, loss_fn)
-found = step.fit(batch(4), gpu="l4", memory="1GiB")
+backward = rebatch.Backward(model, loss_fn)  # finds the optimizer
+found = MADE.fit(batch(4), gpu="l4", memory="1GiB")
+assert "optimizer" in str(found)  # its memory is counted
 print("micro", found.micro, len(found.rows), device)
-"""
+""".replace("MADE", made)
     source = source.replace("fused=True", "")
     command = [sys.executable, program(source, asked), "4"]
     done = subprocess.run(command, capture_output=True, text=True)

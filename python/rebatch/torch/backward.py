@@ -328,6 +328,7 @@ class Backward:
 
         Raises ValueError for a card that is not known, and RuntimeError where there is no answer.
         """
+        self._training.program.update.find()
         fit_if_asked(self._training, batch)
         return run_again(gpu, memory, install, lighten)
 
