@@ -504,10 +504,9 @@ typedef struct rebatch_step_report {
     uint64_t cost_before; /**< cost budget of a micro-batch at the start; 0: the step has no cost,
                                   or the budget has no bound yet */
     uint64_t cost_after;  /**< cost budget at the end */
-    uint32_t thrashed;    /**< micro-batches in the update for which the pool returned at least a
-                                  quarter of the memory they need to the device and allocated it
-                                  again, while less than twice that need was available. If all
-                                  of them did, the next step uses smaller ones */
+    uint32_t thrashed;    /**< micro-batches for which the pool returned a quarter or more of their
+                                  memory to the device and allocated it again, with less than twice
+                                  their need available. If all did, the next step's are smaller */
     uint32_t learned;     /**< micro-batches in the update from which the session learned
                                   (rebatch_options.learn) */
     size_t micro; /**< size of the micro-batches in the update, of the largest if they differ; 0

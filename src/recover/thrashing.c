@@ -14,8 +14,8 @@ void rbi_thrashing_begin(rebatch *rb)
     rbi_pool_read_traffic(&rb->sizes.thrashing.before, rb->pool);
 }
 
-/* Whether as much as the step's micro-batches need is free beside the memory that they had: what went then was
- * not given for want of memory, and fewer samples would not keep it. */
+/* Whether as much as the step's micro-batches need is free beside the memory that they had: what
+ * went then was not given for want of memory, and fewer samples would not keep it. */
 static bool is_plentiful(const rebatch *rb)
 {
     size_t available;

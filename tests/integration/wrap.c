@@ -554,7 +554,7 @@ Test(wrap, functions_that_do_not_declare_are_taken_to_change_things_at_once)
     }
 }
 
-/* The OOM comes when samples are in the sum, which nobody clears but the program before the step. */
+/* The OOM comes when samples are in the sum, which the program alone clears, before the step. */
 Test(wrap, a_guarded_sum_that_the_program_clears_needs_no_zero_grad)
 {
     AUTO_CLOSE(rig, rig) = rig_open();
