@@ -118,7 +118,8 @@ def hold_same(value: Any, a: Any, b: Any) -> bool:
 def holds_still(value: Any, entries: Any) -> bool:
     """Whether it holds what a copy says."""
     if isinstance(value, torch.Tensor):
-        return is_same_dict(entries, value.__dict__)
+        own = value.__dict__
+        return not own if not entries else is_same_dict(entries, own)
     return is_generator(value) or hold_same(value, entries, contents_of(value))
 
 

@@ -179,13 +179,23 @@ def copied(value: Any) -> Any:
 # ---- contents ----
 
 
+def _has_whole_words(tensor: torch.Tensor) -> bool:
+    """Whether each row of a contiguous tensor is of 64-bit words, so that a view has them."""
+    if not tensor.dim() or not tensor.numel() or tensor.stride(-1) != 1:
+        return False
+    size = tensor.element_size()
+    return tensor.shape[-1] * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0
+
+
 def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
     """Of its memory as 64-bit words, which needs no other memory, and of what is left."""
+    if tensor.is_contiguous() and _has_whole_words(tensor):
+        return tensor.view(torch.int64).sum()
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
     size, offset = tensor.element_size(), tensor.storage_offset()
     if not tensor.numel() or span != tensor.numel() or offset * size % 8:
         return None
-    flat = tensor.detach().as_strided((span,), (1,))
+    flat = tensor.as_strided((span,), (1,))
     whole = span * size // 8 * 8 // size
     total = flat[:whole].view(torch.int64).sum()
     return total if whole == span else total + flat[whole:].view(_INTEGERS[size]).sum()
@@ -196,7 +206,7 @@ def lazy_sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[torch.Tensor]
     known."""
     try:
         parts = map(own_part, tensors)
-        with base_functions():
+        with base_functions(), torch.no_grad():
             return [_sum_of(t) if is_plain(t) else None for t in parts]
     except Exception as error:  # of tensors that are none of PyTorch's own, or out of memory
         if not (is_oom(error) or isinstance(error, (RuntimeError, TypeError, KeyError))):

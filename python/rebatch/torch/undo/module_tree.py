@@ -181,6 +181,8 @@ class Held:
 
     def beside(self, prefixes: Dict[int, str], parameters: Set[int]) -> Iterator[Place]:
         """Tensors that some parameters have as attributes, such as gradients in another dtype."""
+        if not any(parts_of(self._contents[key][1]) for key in parameters & self._contents.keys()):
+            return
         for place, _ in self.places(prefixes):
             if place.path and id(place.table.get(place.key)) in parameters:
                 yield place
