@@ -327,7 +327,7 @@ class Training:
         self.number += 1
         self._note_found()
         self.program.update.done()
-        object.__setattr__(self.report, "_norm", self.program.update.norm)
+        self.report.take_norm(self.program.update.norm)
 
     def _note_found(self) -> None:
         assert self.session is not None  # it has run a step

@@ -58,6 +58,10 @@ class Report(MapReport):
 
     _norm = None  # no field: a GradNorm, where there was an update
 
+    def take_norm(self, norm: Any) -> None:
+        """That of the update, which has been made."""
+        object.__setattr__(self, "_norm", norm)
+
     @property
     def grad_norm(self) -> float:
         """The total 2-norm of the gradients of the update, unscaled, after `before_update` and
