@@ -51,9 +51,9 @@ $(COMMAND): $(CLI_OBJ) $(STATIC)
 
 MAN_PAGES := build/man/man1/rebatch.1 build/man/man3/rebatch.3 \
     $(patsubst include/rebatch/%.h,build/man/man3/rebatch_%.3, \
-        $(filter-out %/rebatch.h,$(PUBLIC_HEADERS)))
+        $(filter-out %/rebatch.h %/libtorch.h,$(PUBLIC_HEADERS)))
 
-# The manual: one page for the command, and one for each public header from its comments.
+# The manual: one page for the command, and one for each public header of C from its comments.
 MAN_DATE = $(shell date -u -d @$${SOURCE_DATE_EPOCH:-$$(stat -c %Y $<)} +%F)
 build/man/man1/%.1: docs/man/%.1 include/rebatch/version.h
 	@mkdir -p $(@D)

@@ -262,6 +262,20 @@ test-python: ## the Python package, with PyTorch on a stand-in for CUDA (TORCH=2
 	@PYTHON=$(PYTHON) scripts/install-deps python
 	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)
 	@FLAGS='$(PYTEST_FLAGS)' scripts/test-python build/python
+	$(SUBMAKE) test-libtorch
+
+# LibTorch is that of the package, and looked for where it is asked for.
+LIBTORCH = $(shell build/python/venv/bin/python -c 'import torch; print(*torch.__path__)' 2>/dev/null)
+LIBTORCH_TEST := $(BUILD)/tests/libtorch/backward
+$(LIBTORCH_TEST): tests/libtorch/backward.cc $(PUBLIC_HEADERS) $(STATIC)
+	@mkdir -p $(@D)
+	$(Q)root=$(LIBTORCH) && $(CXX) -std=c++20 -O0 -pthread -Wall -Wextra -Wpedantic -Wshadow -Iinclude \
+	    -isystem $$root/include -isystem $$root/include/torch/csrc/api/include -o $@ $< $(STATIC) \
+	    -L$$root/lib -Wl,-rpath,$$root/lib -ltorch -ltorch_cpu -lc10 $(LIBS)
+test-libtorch: ## rebatch/libtorch.h, with the LibTorch of build/python/venv
+	@[ -n "$(LIBTORCH)" ] || { echo "test-libtorch: no LibTorch: make test-python makes build/python/venv with it"; exit 1; }
+	$(SUBMAKE) $(LIBTORCH_TEST)
+	@$(LIBTORCH_TEST)
 
 test-python-gpu: ## the same on a GPU, with the PyTorch and pytest of this machine's python3
 	@scripts/install-deps build
