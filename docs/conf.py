@@ -15,6 +15,7 @@ NAVIGATION = {
     "How to": [
         "docs/pytorch",
         "docs/coming-from",
+        "docs/trainers",
         "docs/distributed",
         "docs/fit",
         "docs/probe",
