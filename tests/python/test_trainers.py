@@ -307,8 +307,10 @@ def test_ultralytics_is_found_to_depend_on_the_cut():
         return loss.sum() / len(samples["img"])
 
     batch = {
-        **{"img": torch.rand(4, 3, 64, 64), "batch_idx": images},
-        **{"cls": torch.zeros(12, 1), "bboxes": boxes},
+        "img": torch.rand(4, 3, 64, 64),
+        "batch_idx": images,
+        "cls": torch.zeros(12, 1),
+        "bboxes": boxes,
     }
     options = {"slice": slice_images, "length": lambda batch: len(batch["img"])}
     found = quiet(model, detection_loss, **options).check(batch)
