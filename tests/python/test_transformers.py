@@ -310,7 +310,7 @@ def test_batch_norm_gets_two_samples_or_more(tmp_path):
 
 
 def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
-    class FailsIn(rebatch.transformers.TrainerBackward):
+    class FailsIn(rebatch.transformers.training.TrainerBackward):
         mode = FailAt(0)
 
         def __call__(self, batch):
@@ -331,7 +331,7 @@ def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
         )
         return state_of(trainer.model), FailsIn.mode.failed
 
-    monkeypatch.setattr(rebatch.transformers, "TrainerBackward", FailsIn)
+    monkeypatch.setattr(rebatch.transformers.training, "TrainerBackward", FailsIn)
     expected, _ = run(0)
     failures = 0
     for n in range(1, 380, 31):
@@ -545,11 +545,11 @@ class Preference(transformers.Trainer):
         return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
-class DPOTrainer(Preference):
-    __module__ = "trl.trainer.dpo_trainer"
+class ORPOTrainer(Preference):
+    __module__ = "trl.experimental.orpo.orpo_trainer"
 
 
-class Mine(RebatchMixin, DPOTrainer):
+class Mine(RebatchMixin, ORPOTrainer):
     pass
 
 
@@ -563,15 +563,15 @@ def rows():
     return [{"input_ids": d["input_ids"]} for d in sentences()]
 
 
-def test_trainers_of_pairs_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="trl's DPOTrainer.* belong together.*micro_multiple_of=2"):
+def test_other_trainers_of_trl_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="trl's ORPOTrainer.* belong together.*slice and length"):
         train(tmp_path, gpt(), Mine, rows())
 
 
 def test_pairs_are_kept_together_by_slice_and_length(tmp_path):
     by_pairs = {"slice": stacked_pairs, "length": lambda batch: len(batch["input_ids"]) // 2}
     options = {"optim": "sgd", "remove_unused_columns": False}
-    plain = train(tmp_path, seeded(gpt, 0.0), DPOTrainer, rows(), **options)
+    plain = train(tmp_path, seeded(gpt, 0.0), ORPOTrainer, rows(), **options)
     model = fails_above(seeded(gpt, 0.0), 4, "forward")
     trainer = train(tmp_path, model, Mine, rows(), step=by_pairs, **options)
     assert trainer.report.micro == 2 and trainer.report.samples == SAMPLES // 2
@@ -640,7 +640,7 @@ def test_trainers_that_shard_are_refused(tmp_path, name, what):
     trainer = train(tmp_path, gpt(), max_steps=1)
     setattr(trainer, name, True)
     with pytest.raises(ValueError, match=f"the Trainer uses {what}: expected one GPU"):
-        rebatch.transformers._refuse_what_cannot_work(trainer)
+        rebatch.transformers.refused.refuse_what_cannot_work(trainer)
 
 
 # ---- evaluation ----

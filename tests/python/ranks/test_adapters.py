@@ -20,3 +20,19 @@ def test_ranks_that_disagree_are_refused_with_both_values(framework):
     for kind, text, _ in pair.run("adapted", "disagreeing", framework):
         assert kind == "ValueError"
         assert f"rank 0 has {name} 1.0, and rank 1 has {name} 2.0: expected the same" in text
+
+
+@pytest.mark.parametrize(
+    "name, config, largest",
+    (
+        ("grpo", {"loss_type": "grpo"}, 3),
+        ("grpo", {"loss_type": "dapo"}, 3),
+        ("dpo", {"gradient_accumulation_steps": 2}, 6),
+    ),
+    ids=str,
+)
+def test_trl_makes_its_metrics_once_where_ranks_cut_unequally(name, config, largest):
+    pytest.importorskip("trl", reason="trl is not installed")
+    for found in pair.run("adapted_trl", "with_trl", name, config, largest):
+        assert found["gradients"] < 1e-5 and found["metrics"] < 1e-5
+        assert found["same"] and found["micro"] == [8, 2]
