@@ -859,6 +859,8 @@ def test_a_state_that_is_carried_in_the_batch_is_cut_along_batch_dim(kind):
 
 @pytest.mark.parametrize("holder", ("gives back", "keeps", "own"))
 def test_memory_that_others_hold_is_waited_for(holder):
+    if holder == "own" and STANDIN is None:
+        pytest.skip("the context of a GPU is held outside of the allocators, as others' memory is")
     gc.collect()
     torch.cuda.empty_cache()
     held = torch.cuda.mem_get_info()[0] - 64 * MIB
