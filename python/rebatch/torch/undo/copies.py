@@ -184,7 +184,8 @@ def _has_whole_words(tensor: torch.Tensor) -> bool:
     if not tensor.dim() or not tensor.numel() or tensor.stride(-1) != 1:
         return False
     size = tensor.element_size()
-    return tensor.shape[-1] * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0
+    offset = int(tensor.storage_offset()) * size
+    return int(tensor.shape[-1]) * size % 8 == 0 and offset % 8 == 0
 
 
 def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
