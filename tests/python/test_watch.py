@@ -101,7 +101,7 @@ def run_lines(library, folder, monkeypatch):
     pytest.importorskip(library)
     monkeypatch.chdir(folder)
     step = make_step(fits=4)
-    names = {"step": step, "loader": [batch_of() for _ in range(3)], "torch": torch}
+    names = {"train_step": step, "loader": [batch_of() for _ in range(3)], "torch": torch}
     exec(compile(lines_of_the_page(library), str(PAGE), "exec"), names)
     return step, names
 

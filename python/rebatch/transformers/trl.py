@@ -203,7 +203,8 @@ def _by_sample(name: str, value: Any, samples: int) -> torch.Tensor:
             f"rebatch: compute_loss reads {name} of what the model returns, {what}: expected a "
             "tensor with an entry for each row, because metrics are made of it after the passes"
         )
-    return value.detach().unflatten(0, (-1, samples)).transpose(0, 1)
+    rows: torch.Tensor = value.detach().unflatten(0, (-1, samples))
+    return rows.transpose(0, 1)
 
 
 def _by_row(value: torch.Tensor) -> torch.Tensor:
