@@ -137,6 +137,7 @@ class Backward
     }
 
   private:
+    /** @cond internal */
     struct Gradient {
         torch::Tensor parameter, before, sum;
     };
@@ -292,6 +293,7 @@ class Backward
         });
         return status == REBATCH_OOM ? REBATCH_E_DEVICE : status;
     }
+    /** @endcond */
 };
 
 } // namespace rebatch_torch
