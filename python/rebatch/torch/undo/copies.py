@@ -190,6 +190,8 @@ def _has_whole_words(tensor: torch.Tensor) -> bool:
 
 def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
     """Of its memory as 64-bit words, which needs no other memory, and of what is left."""
+    if lacks_memory(tensor):
+        return None
     if tensor.is_contiguous() and _has_whole_words(tensor):
         return tensor.view(torch.int64).sum()
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
