@@ -61,6 +61,7 @@ class Callbacks:
         self._others = Accumulators()  # of these
         self._seen_outside: List[Any] = []  # those that have got some
         self._looks_outside = _LOOKS
+        self._looks_for_graphs = _LOOKS  # micro-batches
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
@@ -385,7 +386,8 @@ class Callbacks:
             self._update.backward(loss)
         if noted:
             refuse_stepped(listed(running.program.model), noted)
-        if running.program.is_fresh and not self._is_whole:
+        if self._looks_for_graphs and running.program.is_fresh and not self._is_whole:
+            self._looks_for_graphs -= 1
             refuse_graphs(self._trained)
         return loss.detach(), kept(extras)
 

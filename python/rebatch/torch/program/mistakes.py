@@ -65,7 +65,8 @@ _NAMES = re.compile("LOAD|STORE")  # of variables; an instruction may have two
 def refuse_backward(caller: types.FrameType, is_of_program: bool) -> None:
     """ValueError where a program that calls one goes straight on to a backward() of its loss."""
     code = [it for it in dis.get_instructions(caller.f_code) if it.offset > caller.f_lasti]
-    if code[0].argval in _BACKWARD:  # step(batch).backward()
+    is_of_loss = "ATTR" in code[0].opname or "METHOD" in code[0].opname
+    if is_of_loss and code[0].argval in _BACKWARD:  # step(batch).backward()
         _refuse_line(caller, code[0].offset, is_of_program)
     if not re.match("STORE_(FAST|NAME|GLOBAL|DEREF)", code[0].opname):
         return

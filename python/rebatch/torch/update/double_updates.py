@@ -94,10 +94,13 @@ def own_step(optimizer: Any, step: Callable[[], Any]) -> bool:
 
 def own_zero_grad(optimizer: Any) -> None:
     """Call its zero_grad(). ValueError where that did nothing."""
-    first = _first_gradient(optimizer)
+    parameter = next(_with_gradients(optimizer), None)
+    first = None if parameter is None else parameter.grad
     version = None if first is None else first._version
     optimizer.zero_grad(set_to_none=True)
-    if first is not None and first._version == version and _first_gradient(optimizer) is first:
+    if parameter is None or first is None or parameter.grad is not first:
+        return
+    if first._version == version:
         raise ValueError(
             f"rebatch: zero_grad() of {_kind_of(optimizer)} left its gradients as they were, and "
             f"each call of a Step is an update: expected {_WRAPPED}"
