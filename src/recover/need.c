@@ -135,63 +135,84 @@ void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes)
         learn(rb, size, bytes, false);
 }
 
-static bool is_exact(const rebatch *rb, const struct rbi_need *need, unsigned lighten)
-{
-    return need->size && need->is_exact && need->lighten == lighten &&
-           need->by_cost == rb->run.by_cost;
-}
+/* ---- lines over size ---- */
 
-/* The largest exact entry of a level below `size`. */
-static const struct rbi_need *largest_exact(const rebatch *rb, unsigned lighten, size_t below)
-{
-    const struct rbi_need *best = NULL;
-    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->sizes.known[i];
-        if (is_exact(rb, need, lighten) && need->size < below && (!best || need->size > best->size))
-            best = need;
-    }
-    return best;
-}
-
-static const struct rbi_need *smallest_exact(const rebatch *rb, unsigned lighten)
-{
-    const struct rbi_need *best = NULL;
-    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->sizes.known[i];
-        if (is_exact(rb, need, lighten) && (!best || need->size < best->size))
-            best = need;
-    }
-    return best;
-}
-
-/* ---- by cost ---- */
-
-/* Sizes by cost hardly ever repeat, but there are many: bytes = base + slope * size, with the slope
- * between the outermost and above all of them. */
+/* Memory is affine in the size, with a base of its own. What ran says of other sizes:
+ *
+ *            | needs at most                       | needs at least
+ *   samples  | the upper line, beyond the smallest | a part of a larger size in proportion
+ *   cost     | the upper line                      | the upper line, up to the largest; failures
+ *   reserved | the upper line, where it is fitted  | -
+ *
+ * The upper line has the slope between the outermost points and is above all of them. */
 struct line {
     double base, slope;
-    bool is_fitted; /* by points far enough apart; else everything is in proportion */
+    size_t from, to; /* the outermost sizes that ran; 0: none has */
+    bool is_fitted;  /* by points far enough apart; else everything is in proportion */
 };
 
-static struct line line_through(const rebatch *rb, const struct rbi_need *low,
-                                const struct rbi_need *high, unsigned lighten)
+enum value { LIVE, RESERVED };
+
+static bool is_point(const rebatch *rb, const struct rbi_need *need, unsigned lighten,
+                     enum value value)
 {
-    rbi_assert(low->size > 0 && low->size <= high->size);
-    struct line line = {0, 0, high->size - low->size >= low->size / 4 + 1};
-    if (line.is_fitted && high->bytes > low->bytes)
-        line.slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
+    return need->size && need->is_exact && need->lighten == lighten &&
+           need->by_cost == rb->run.by_cost && (value == LIVE || need->reserved_bytes);
+}
+
+static double bytes_of(const struct rbi_need *need, enum value value)
+{
+    return (double)(value == LIVE ? need->bytes : need->reserved_bytes);
+}
+
+static struct line upper_line(const rebatch *rb, unsigned lighten, enum value value)
+{
+    const struct rbi_need *const known = rb->sizes.known;
+    const struct rbi_need *low = NULL, *high = NULL;
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->sizes.known[i];
-        if (!is_exact(rb, need, lighten))
+        if (!is_point(rb, &known[i], lighten, value))
             continue;
-        const double bytes = (double)need->bytes;
-        const double size = (double)need->size;
+        low = !low || known[i].size < low->size ? &known[i] : low;
+        high = !high || known[i].size > high->size ? &known[i] : high;
+    }
+    if (!low)
+        return (struct line){0};
+    struct line line = {.from = low->size,
+                        .to = high->size,
+                        .is_fitted = high->size - low->size >= low->size / 4 + 1};
+    if (line.is_fitted && bytes_of(high, value) > bytes_of(low, value))
+        line.slope =
+            (bytes_of(high, value) - bytes_of(low, value)) / (double)(high->size - low->size);
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        if (!is_point(rb, &known[i], lighten, value))
+            continue;
+        const double bytes = bytes_of(&known[i], value), size = (double)known[i].size;
         if (line.is_fitted && line.base < bytes - line.slope * size)
             line.base = bytes - line.slope * size;
         if (!line.is_fitted && line.slope < bytes / size)
             line.slope = bytes / size;
     }
     return line;
+}
+
+static uint64_t line_at(const struct line *line, size_t size)
+{
+    return rbi_saturate(line->base + line->slope * (double)size);
+}
+
+/* A part of a size that ran needs that part of its memory at least, beyond what is held for it
+ * already. */
+static uint64_t least_of_part(const rebatch *rb, size_t size)
+{
+    uint64_t least = 0;
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->sizes.known[i];
+        if (!is_point(rb, need, rb->lighten, LIVE) || need->size <= size)
+            continue;
+        const uint64_t bytes = need->bytes - rbi_min(need->bytes, rbi_need_held(rb, need->size));
+        least = rbi_max(least, rbi_saturate((double)bytes / (double)need->size * (double)size));
+    }
+    return least;
 }
 
 /* What attempts needed at least that failed with this size or less. */
@@ -215,40 +236,21 @@ static bool predict_cost(uint64_t *bytes, const rebatch *rb, size_t size, unsign
         *bytes = rbi_saturate(need * rb->sizes.model_factor);
         return true;
     }
-    const struct rbi_need *low = smallest_exact(rb, lighten);
-    if (!low)
+    const struct line line = upper_line(rb, lighten, LIVE);
+    if (!line.to)
         return false;
-    const struct line line = line_through(rb, low, largest_exact(rb, lighten, SIZE_MAX), lighten);
-    *bytes = rbi_saturate(line.base + line.slope * (double)size);
-    const uint64_t least = least_needed(rb, size, lighten);
-    if (*bytes < least)
-        *bytes = least;
+    *bytes = rbi_max(line_at(&line, size), least_needed(rb, size, lighten));
     return true;
 }
 
 /* ---- prediction ---- */
 
-/* Memory is affine in the micro-batch, with a base of its own: so a part of a size that ran needs
- * that part of its memory at least, beyond what is held for it already. */
-static uint64_t least_of_part(const rebatch *rb, size_t size)
-{
-    uint64_t least = 0;
-    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->sizes.known[i];
-        if (!is_exact(rb, need, rb->lighten) || need->size <= size)
-            continue;
-        const uint64_t bytes = need->bytes - rbi_min(need->bytes, rbi_need_held(rb, need->size));
-        least = rbi_max(least, rbi_saturate((double)bytes / (double)need->size * (double)size));
-    }
-    return least;
-}
-
 bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
 {
     *bytes = 0;
     if (rb->run.by_cost) {
-        const struct rbi_need *high = largest_exact(rb, rb->lighten, SIZE_MAX);
-        return (rbi_need_has_model(rb, rb->lighten) || (high && size <= high->size)) &&
+        return (rbi_need_has_model(rb, rb->lighten) ||
+                size <= upper_line(rb, rb->lighten, LIVE).to) &&
                predict_cost(bytes, rb, size, rb->lighten);
     }
     /* A size that ran into an OOM is known only as far as it got. */
@@ -262,80 +264,36 @@ bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
     return *bytes > 0;
 }
 
-/* Memory is affine in the micro-batch; from one point alone, in proportion is the safe reading,
- * since the part that does not depend on it is then counted twice. */
-static uint64_t extrapolate(const rebatch *rb, const struct rbi_need *high, size_t size,
-                            unsigned lighten)
-{
-    rbi_assert(high->size > 0 && high->size <= size);
-    const struct rbi_need *low = largest_exact(rb, lighten, high->size);
-    double slope = (double)high->bytes / (double)high->size;
-    if (low && high->bytes > low->bytes)
-        slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
-    return rbi_saturate((double)high->bytes + slope * (double)(size - high->size));
-}
-
 bool rbi_need_predict_live(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
 {
     *bytes = 0;
     if (rb->run.by_cost)
         return predict_cost(bytes, rb, size, lighten);
     const struct rbi_need *known = rbi_need_find(rb, size, lighten);
-    const struct rbi_need *high = known ? NULL : largest_exact(rb, lighten, size);
-    if (known)
+    if (known) {
         *bytes = known->bytes;
-    else if (rbi_need_has_model(rb, lighten))
+        return true;
+    }
+    if (rbi_need_has_model(rb, lighten)) {
         *bytes = rb->sizes.model.need(rb->sizes.model.user, size);
-    else if (high)
-        *bytes = extrapolate(rb, high, size, lighten);
-    else
-        return false;
-    return true;
-}
-
-/* ---- what an allocator in pieces reserves ---- */
-
-static bool has_reserved(const rebatch *rb, const struct rbi_need *need, unsigned lighten)
-{
-    return is_exact(rb, need, lighten) && need->reserved_bytes;
-}
-
-/* Above all points, with the slope between the outermost. False: there are no two. */
-static bool find_reserved_line(struct line *line, const rebatch *rb, unsigned lighten)
-{
-    const struct rbi_need *low = NULL, *high = NULL;
-    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->sizes.known[i];
-        if (!has_reserved(rb, need, lighten))
-            continue;
-        low = !low || need->size < low->size ? need : low;
-        high = !high || need->size > high->size ? need : high;
+        return true;
     }
-    *line = (struct line){0, 0, high && low->size < high->size};
-    if (!line->is_fitted)
-        return false;
-    if (high->reserved_bytes > low->reserved_bytes)
-        line->slope =
-            (double)(high->reserved_bytes - low->reserved_bytes) / (double)(high->size - low->size);
-    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->sizes.known[i];
-        if (has_reserved(rb, need, lighten))
-            line->base = rbi_max(line->base,
-                                 (double)need->reserved_bytes - line->slope * (double)need->size);
-    }
-    return true;
+    const struct line line = upper_line(rb, lighten, LIVE);
+    *bytes = line_at(&line, size);
+    return line.to && line.from < size;
 }
 
 /* False where a meter does not tell it. */
 static bool predict_reserved(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
 {
-    const struct rbi_need *known = rbi_need_find(rb, size, lighten);
-    struct line line;
-    if (rb->run.by_cost || (known && !has_reserved(rb, known, lighten)) ||
-        (!known && !find_reserved_line(&line, rb, lighten)))
-        return false;
-    *bytes = known ? known->reserved_bytes : rbi_saturate(line.base + line.slope * (double)size);
-    return true;
+    const struct rbi_need *known = rb->run.by_cost ? NULL : rbi_need_find(rb, size, lighten);
+    if (known) {
+        *bytes = known->reserved_bytes;
+        return is_point(rb, known, lighten, RESERVED);
+    }
+    const struct line line = upper_line(rb, lighten, RESERVED);
+    *bytes = line_at(&line, size);
+    return !rb->run.by_cost && line.is_fitted;
 }
 
 bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
@@ -357,10 +315,7 @@ bool rbi_need_can_choose(const rebatch *rb)
 {
     if (rbi_need_has_model(rb, rb->lighten))
         return true;
-    const bool has_line = rb->run.by_cost || rbi_meter_is_set(rb);
-    const struct rbi_need *low = has_line ? smallest_exact(rb, rb->lighten) : NULL;
-    return low &&
-           line_through(rb, low, largest_exact(rb, rb->lighten, SIZE_MAX), rb->lighten).is_fitted;
+    return (rb->run.by_cost || rbi_meter_is_set(rb)) && upper_line(rb, rb->lighten, LIVE).is_fitted;
 }
 
 static bool is_predicted_to_fit(const rebatch *rb, size_t size, uint64_t available_bytes)
@@ -375,10 +330,10 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
     const rebatch_options *limits = &rb->options;
     size_t least = rb->run.by_cost ? 1 : rbi_round_size_up(limits, 1);
     if (!rb->run.by_cost && !rbi_need_has_model(rb, rb->lighten)) {
-        const struct rbi_need *known = smallest_exact(rb, rb->lighten);
-        if (!known)
+        const size_t from = upper_line(rb, rb->lighten, LIVE).from;
+        if (!from)
             return 0;
-        least = rbi_max(least, known->size); /* nothing is known of what is below it */
+        least = rbi_max(least, from); /* nothing is known of what is below it */
     }
     if (least > most || !is_predicted_to_fit(rb, least, available_bytes))
         return 0;
