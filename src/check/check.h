@@ -7,7 +7,7 @@
 
 #include "base/base.h"
 #include "rebatch/check.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 /* ---- requests that fail (injection.c) ---- */
 

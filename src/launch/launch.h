@@ -5,7 +5,7 @@
 
 #include "config/settings.h"
 #include "rebatch/probe.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 struct rbi_run {
     struct rbi_run_settings settings;

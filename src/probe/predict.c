@@ -1,7 +1,7 @@
 /* Owns a session's memory model once it is made, and rebatch_predict(): what it says of any size,
  * in the pool as it is. Must not know how the model came about. */
 #include "probe/probe.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 /* ---- whose model ---- */
 

@@ -3,7 +3,7 @@
 #include "probe/probe.h"
 #include "pool/view.h"
 #include "probe/saved.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 #define DEFAULT_MAX_TRIALS 5
 

@@ -5,7 +5,7 @@
 #define RBI_SAVED_H
 
 #include "rebatch/probe.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 /* ---- the file (store.c) ---- */
 

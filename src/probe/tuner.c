@@ -3,7 +3,7 @@
  * Must not know when a micro-batch runs, or what is done about an OOM. */
 #include "probe/tuner.h"
 #include "probe/probe.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 /* Micro-batches that are watched, at the most: a search that has found nothing in these will not
  * find more. */

@@ -2,7 +2,7 @@
 #ifndef RBI_TUNER_H
 #define RBI_TUNER_H
 
-#include "recover/session.h"
+#include "recover/interface.h"
 
 /* The session's table of operations for it (struct rbi_tuner).
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */

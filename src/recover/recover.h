@@ -8,7 +8,7 @@
 #include <stdatomic.h>
 
 #include "device/device.h"
-#include "recover/session.h"
+#include "recover/interface.h"
 
 /* ---- what is known of memory (meter.c) ---- */
 

@@ -1,7 +1,7 @@
 /* What the layers above call of a session, and what they give it.
  * Must not know the session's struct. */
-#ifndef RBI_SESSION_H
-#define RBI_SESSION_H
+#ifndef RBI_RECOVER_INTERFACE_H
+#define RBI_RECOVER_INTERFACE_H
 
 #include "base/base.h"
 #include "pool/interface.h"
