@@ -16,7 +16,7 @@
 /** Major version; the number in the shared library's soname, before 1.0 together with the minor. */
 #define REBATCH_VERSION_MAJOR 0
 /** Minor version. */
-#define REBATCH_VERSION_MINOR 1
+#define REBATCH_VERSION_MINOR 2
 /** Patch level. */
 #define REBATCH_VERSION_PATCH 0
 
@@ -25,7 +25,7 @@
 #define REBATCH_VERSION_TEXT(a, b, c) REBATCH_VERSION_TEXT_(a, b, c)
 /** @endcond */
 
-/** The version of the headers as text: "0.1.0". */
+/** The version of the headers as text: "0.2.0". */
 #define REBATCH_VERSION                                                                            \
     REBATCH_VERSION_TEXT(REBATCH_VERSION_MAJOR, REBATCH_VERSION_MINOR, REBATCH_VERSION_PATCH)
 
