@@ -1,10 +1,9 @@
-/* Owns `rebatch probe`: its options, progress, and what the library in the program has found.
+/* Owns `rebatch probe`: its options, and what the library in the program has found.
  * Must not know the library's inside: public headers only. */
 #include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "cli/child.h"
 #include "cli/command.h"
@@ -79,55 +78,23 @@ static bool ask(const struct request *request)
     return rbi_child_set("REBATCH_PROBE_ONLY", request->json ? "json" : "1") && rbi_child_check();
 }
 
-/* ---- progress ---- */
+/* ---- what the library says ---- */
 
-#define PROGRESS_WIDTH 20
-#define TRIALS_USUAL 3
-
-struct progress {
-    bool is_tty, is_quiet;
-    unsigned trials;
+struct heard {
+    bool is_quiet; /* of trials */
     struct rbi_child_answer answer;
 };
 
-static void draw_progress(const struct progress *progress, const char *text)
-{
-    const unsigned all = progress->trials < TRIALS_USUAL ? TRIALS_USUAL : progress->trials + 1;
-    const unsigned filled = progress->trials * PROGRESS_WIDTH / all;
-    char bar[PROGRESS_WIDTH + 1];
-    if (!progress->is_tty)
-        return;
-    for (unsigned i = 0; i < PROGRESS_WIDTH; i++)
-        bar[i] = i < filled ? '#' : '.';
-    bar[PROGRESS_WIDTH] = '\0';
-    fprintf(stderr, "\r\x1b[K[%s] %s", bar, text);
-    (void)fflush(stderr);
-}
-
-static void clear_progress(const struct progress *progress)
-{
-    if (progress->is_tty)
-        fputs("\r\x1b[K", stderr);
-}
-
 static bool on_message(void *user, const char *kind, const char *text)
 {
-    struct progress *progress = user;
-    if (strcmp(kind, "answer") == 0 && !progress->answer.is_there) {
-        clear_progress(progress);
-        rbi_child_print_answer(&progress->answer, text);
+    struct heard *heard = user;
+    const bool is_trial = strcmp(kind, "trial") == 0;
+    if (strcmp(kind, "answer") == 0 && !heard->answer.is_there) {
+        rbi_child_print_answer(&heard->answer, text);
         return true;
     }
-    const bool is_trial = strcmp(kind, "trial") == 0;
-    if (!is_trial && strcmp(kind, "event") != 0)
-        return false;
-    progress->trials += is_trial;
-    if (is_trial)
-        draw_progress(progress, text);
-    if (is_trial && (progress->is_tty || progress->is_quiet))
-        return false;
-    clear_progress(progress);
-    fprintf(stderr, "rebatch: %s\n", text);
+    if ((is_trial && !heard->is_quiet) || strcmp(kind, "event") == 0)
+        fprintf(stderr, "rebatch: %s\n", text);
     return false;
 }
 
@@ -140,15 +107,14 @@ int rbi_probe_main(int count, char **arguments)
         return code;
     if (!ask(&request))
         return RBI_EXIT_USAGE;
-    struct progress progress = {.is_tty = isatty(STDERR_FILENO) == 1, .is_quiet = request.json};
-    const struct rbi_child_listener listener = {on_message, &progress};
+    struct heard heard = {.is_quiet = request.json};
+    const struct rbi_child_listener listener = {on_message, &heard};
     if (!rbi_child_run(&end, request.program, true, &listener))
         return RBI_EXIT_FAILED;
     if (end.exec_error)
         return rbi_child_refuse(request.program[0], end.exec_error);
-    if (progress.answer.is_there)
-        return progress.answer.code;
-    clear_progress(&progress);
+    if (heard.answer.is_there)
+        return heard.answer.code;
     fprintf(stderr, "rebatch: %.200s %s %s\n", request.program[0],
             rbi_child_describe(end.status).text,
             end.has_stepped   ? "and never finished its probe"

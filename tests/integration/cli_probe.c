@@ -1,15 +1,11 @@
-/* Owns the tests of `rebatch probe`: the table, the object, the progress, exit codes and bad input.
+/* Owns the tests of `rebatch probe`: the table, the object, exit codes and bad input.
  * Must not know the library's inside: the reference model is the user's program here. */
 #include <criterion/criterion.h>
 #include <ctype.h>
-#include <fcntl.h>
-#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "cli_common.h"
 #include "rebatch/rebatch.h"
@@ -421,47 +417,4 @@ Test(cli_probe, a_full_disk)
     AUTO_DONE(r) = probe_gpt("--json", "--preset tiny --batch 4 >/dev/full");
     cr_expect_eq(r.code, 1);
     cr_expect(strstr(r.error, "rebatch: cannot write the output"), "%s", r.error);
-}
-
-/* ---- a terminal ---- */
-
-/* Runs it with its complaints on a terminal, and reads what is drawn there. */
-static void watch(char *drawn, size_t room, const char *arguments)
-{
-    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
-    if (terminal < 0) /* in a root without /dev/pts */
-        cr_skip_test("there is no terminal to be had here");
-    cr_assert(grantpt(terminal) == 0 && unlockpt(terminal) == 0);
-    static char line[4 * PATH_MAX];
-    (void)snprintf(line, sizeof line, "exec >out 2>%s; exec '%s' probe -- '%s' --data text %s",
-                   ptsname(terminal), cli_command, cli_gpt, arguments);
-    const int held = open(ptsname(terminal), O_RDWR | O_NOCTTY); /* so that nothing is lost */
-    const int status = system(line);
-    cr_assert(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    /* A terminal hands on in order what is written, but later: up to a last word of ours. */
-    static const char last[] = "(the end)";
-    cr_assert_eq(write(held, last, sizeof last - 1), (ssize_t)sizeof last - 1);
-    size_t length = 0;
-    char *end = NULL;
-    while (!end) {
-        const ssize_t got = read(terminal, drawn + length, room - 1 - length);
-        cr_assert_gt(got, 0, "%zu bytes were read and the end is not there", length);
-        length += (size_t)got;
-        drawn[length] = '\0';
-        end = strstr(drawn, last);
-    }
-    *end = '\0';
-    close(held);
-    close(terminal);
-}
-
-Test(cli_probe, on_a_terminal_a_bar_grows_and_goes_away)
-{
-    static char drawn[16384];
-    watch(drawn, sizeof drawn, CAPPED);
-    cr_assert(strstr(drawn, "\r\x1b[K[######..............] a probe's trial of 1 sample ran"), "%s",
-              drawn);
-    cr_assert_null(strchr(drawn, '\n'), "%s", drawn);
-    const size_t length = strlen(drawn);
-    cr_assert(length > 4 && strcmp(drawn + length - 4, "\r\x1b[K") == 0, "the line is left empty");
 }
