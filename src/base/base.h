@@ -83,7 +83,8 @@ size_t rbi_host_free_bytes(void);
 
 /* Copies a caller's options struct over ours, which holds defaults: at most `ours_size` bytes, so
  * an older and shorter struct leaves our tail alone; a newer and longer one is refused unless its
- * tail is zero. One that is shorter than `least`, as it was in the first version of this soname, is none.
+ * tail is zero. One that is shorter than `least`, its length in the first version of this soname,
+ * is none.
  * `given` may be NULL: nothing is copied. `name` is for the error text. */
 rebatch_status rbi_options_copy(void *ours, size_t ours_size, size_t least, const void *given,
                                 const char *name);

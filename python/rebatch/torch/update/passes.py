@@ -7,7 +7,19 @@ import contextlib
 import functools
 import gc
 import weakref
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    List,
+    MutableMapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 
@@ -18,6 +30,7 @@ from rebatch.torch.update.first_memory import (
     first_update_bytes,
     rehearse_first_update,
 )
+from rebatch.torch.update.first_step import FirstStep
 
 
 def check_has(name: str, value: Any, member: str, expected: str) -> None:
@@ -63,6 +76,26 @@ def optimizers_with(parameters: Iterable[torch.nn.Parameter]) -> List[torch.opti
     return with_one
 
 
+# Of the models for which they were looked for last: the parameters, and weak references.
+_found: MutableMapping[torch.nn.Module, Tuple[FrozenSet[int], List[Callable[[], Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _found_once(
+    model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]
+) -> List[Callable[[], Any]]:
+    """Those with one of these parameters of a model, in weak references. A look at all objects of
+    the process takes a tenth of a second and more, so what was found is good while it lives."""
+    wanted = list(parameters)
+    key = frozenset(map(id, wanted))
+    known, found = _found.get(model, (None, []))
+    if known != key or not found or any(reference() is None for reference in found):
+        found = [weakref.ref(optimizer) for optimizer in optimizers_with(wanted)]
+        _found[model] = key, found
+    return found
+
+
 def _scaled_backward(scaler: Any, loss: torch.Tensor) -> None:
     # The first scale() makes two tensors: after an OOM in the second one it makes both again.
     if getattr(scaler, "_growth_tracker", scaler) is None:
@@ -93,6 +126,7 @@ class Passes:
             check_optimizer("optimizer", optimizer)
         self.optimizers = [inner_optimizer(optimizer) for optimizer in self.given]
         self._found: List[Callable[[], Any]] = []  # weak references to the program's own
+        self._first_steps: MutableMapping[Any, FirstStep] = weakref.WeakKeyDictionary()
         self.schedulers: List[Any] = []
         self.scaler: Any = None  # that unscales here
         self.norm: Any = None  # a GradNorm of the last update
@@ -216,26 +250,38 @@ class Passes:
 
     def done(self) -> None:
         """The batch has succeeded."""
+        for optimizer, first in self._first_steps.items():
+            if not first.has_run:
+                first.passes_done(parameters_of([optimizer]))
 
     # ---- the memory of the first update ----
 
     def find(self) -> None:
         """Where no optimizer was given, look for the program's."""
-        if not self.optimizers:
-            self._found = [weakref.ref(o) for o in optimizers_with(self.parameters)]
+        if not self.optimizers and self._modules:
+            self._found = _found_once(self._modules[0], self.parameters)
+        for optimizer in self.known_optimizers():
+            if optimizer not in self._first_steps:
+                self._first_steps[optimizer] = FirstStep(optimizer)
 
     def known_optimizers(self) -> List[Any]:
         """Those that were given, or found."""
         found = (reference() for reference in self._found)
         return self.optimizers or [optimizer for optimizer in found if optimizer is not None]
 
+    def _before_first_step(self) -> List[Any]:
+        """Of the known ones. SGD keeps nothing that would tell."""
+        steps = self._first_steps
+        return [o for o in self.known_optimizers() if not (o in steps and steps[o].has_run)]
+
     def first_bytes(self) -> int:
-        return sum(map(first_update_bytes, self.known_optimizers()))
+        """What the first step needs at the most."""
+        return sum(map(first_update_bytes, self._before_first_step()))
 
     def kept_bytes(self) -> int:
         """What the first step will keep."""
-        return sum(map(first_kept_bytes, self.known_optimizers()))
+        return sum(map(first_kept_bytes, self._before_first_step()))
 
     def rehearse(self) -> None:
-        for optimizer in self.known_optimizers():
+        for optimizer in self._before_first_step():
             rehearse_first_update(optimizer)

@@ -170,9 +170,6 @@ class Update(Passes):
             function()
             self._before = _DONE
 
-    def find(self) -> None:
-        """They were given."""
-
     def apply(self) -> None:
         self._idle = []
         for optimizer in self.optimizers:

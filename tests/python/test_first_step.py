@@ -1,0 +1,151 @@
+"""Owns the tests of an optimizer's first step after a Backward: gradients that are gone by then,
+and what is asked for it."""
+
+import gc
+import time
+import warnings
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from rebatch.torch.update.first_memory import first_update_bytes
+
+
+def training(make=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = make(model.parameters(), 0.1)
+    backward = rebatch.Backward(model, lambda m, s: m(s).square().mean(), **options)
+    return model, optimizer, backward, torch.ones(8, 4)
+
+
+GONE = "SGD.step\\(\\) has trained nothing.*expected zero_grad\\(\\) before backward\\(batch\\)"
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_cleared_before_the_step_are_told_once(set_to_none):
+    model, optimizer, backward, batch = training()
+    before = model.weight.clone()
+
+    def iteration():
+        backward(batch)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match=GONE):
+        iteration()
+    assert torch.equal(before, model.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iteration()
+
+
+def accumulates(backward, optimizer, batch):
+    backward(batch)
+    backward(batch)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clips(backward, optimizer, batch):
+    optimizer.zero_grad()
+    backward(batch)
+    torch.nn.utils.clip_grad_norm_(backward.model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def scales(backward, optimizer, batch):
+    """Its first scale is too large, so that the step is skipped and the gradients are cleared."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    scaler.scale(torch.zeros(()))
+    for _ in range(3):
+        scaled = rebatch.Backward(backward.model, backward.loss_fn, backward=scaler)
+        scaled(batch * 100)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def looks_only(backward, optimizer, batch):
+    """The gradients are read, and the optimizer does not step."""
+    for _ in range(3):
+        backward(batch)
+        optimizer.zero_grad()
+
+
+def has_closure(backward, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        return backward(batch)
+
+    backward(batch)
+    optimizer.zero_grad()
+    optimizer.step(closure)
+
+
+def steps_before(backward, optimizer, batch):
+    optimizer.step()
+    backward(batch)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "loop", [accumulates, clips, scales, looks_only, has_closure, steps_before]
+)
+def test_loops_that_train_are_not_told(loop):
+    model, optimizer, backward, batch = training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loop(backward, optimizer, batch)
+
+
+def test_two_optimizers_of_a_model_are_told_apart():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    good, bad = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
+    backward = rebatch.Backward(model, lambda m, s: m(s).square().mean())
+    backward(torch.ones(8, 4))
+    good.step()
+    bad.zero_grad()
+    with pytest.warns(RuntimeWarning, match=GONE):
+        bad.step()
+
+
+def test_sgd_asks_for_nothing_after_its_first_step(monkeypatch):
+    model, optimizer, backward, batch = training(optimizer=None)
+    asked = []
+    module = "rebatch.torch.update.passes.first_update_bytes"
+    monkeypatch.setattr(module, lambda o: asked.append(o) or first_update_bytes(o))
+    for _ in range(3):
+        backward(batch)
+        backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert asked == [optimizer] * 2
+
+
+def test_a_step_that_fails_is_not_the_first(monkeypatch):
+    model, optimizer, backward, batch = training()
+    backward(batch)
+    with pytest.raises(TypeError):
+        optimizer.step(5)
+    assert backward._training.program.update.first_bytes() == first_update_bytes(optimizer) > 0
+
+
+def test_one_made_anew_each_epoch_looks_for_optimizers_once(monkeypatch):
+    looked = []
+    collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda: looked.append(time.monotonic()) or collect())
+    model, optimizer, backward, batch = training()
+    for _ in range(3):
+        rebatch.Backward(model, backward.loss_fn)(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(looked) == 1
+    optimizer = torch.optim.Adam(model.parameters())  # the first one is gone
+    anew = rebatch.Backward(model, backward.loss_fn)
+    anew(batch)
+    assert len(looked) == 2
+    assert anew._training.program.update.known_optimizers() == [optimizer]
