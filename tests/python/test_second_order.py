@@ -45,6 +45,56 @@ def test_gradients_with_a_graph_are_whole_or_added_by_autograd_or_refused():
         second_order(net)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    "gradients, limited, later",
+    [
+        ("inplace", 12, with_graph),
+        ("inplace", 3, with_graph),
+        ("inplace", 3, torch.Tensor.backward),
+        ("fresh", 12, torch.Tensor.backward),
+        ("fresh", 3, torch.Tensor.backward),
+    ],
+)
+def test_gradients_of_an_earlier_batch_keep_their_graph(gradients, limited, later):
+    net = torch.nn.Linear(3, 1).double()
+    parts = list(torch.randn(2, 12, 3, dtype=torch.float64))
+
+    def second(first, then):
+        net.zero_grad()
+        first(parts[0])
+        then(parts[1])
+        (found,) = torch.autograd.grad(net.weight.grad, net.weight, torch.ones(1, 3).double())
+        return net.weight.grad.detach(), found
+
+    def passes(backward, **options):
+        options = {"backward": backward, "log_level": "quiet", **options}
+        return rebatch.Backward(net, fails_above(mean_square, limited), **options)
+
+    def mean_square(model, samples):
+        return model(samples).square().mean()
+
+    expected = second(*(lambda x, b=b: b(mean_square(net, x)) for b in (with_graph, later)))
+    found = second(passes(with_graph, gradients="inplace"), passes(later, gradients=gradients))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_a_later_batch_is_refused_too():
+    net, number = torch.nn.Linear(3, 1), 0
+
+    def every_fifth(loss):
+        loss.backward(create_graph=number == 5)
+
+    backward = rebatch.Backward(
+        net, lambda m, x: m(x).square().mean(), backward=every_fifth, micro_largest=2
+    )
+    with pytest.raises(ValueError, match='create_graph=True.*expected gradients="inplace"'):
+        for number in range(6):
+            backward(torch.ones(8, 3))
+    assert number == 5
+
+
 def test_a_penalty_on_the_gradient_of_each_sample_is_right_at_any_cut():
     model, batch, loss_fn = make("mlp")
 

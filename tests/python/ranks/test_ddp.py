@@ -50,6 +50,11 @@ def test_a_rank_with_less_memory_has_smaller_micro_batches(where, gradients):
         assert found == {"near": True, "same": True, "ranks": [16, 4]}
 
 
+def test_gradients_with_a_graph_are_refused_by_name():
+    for said in run("with_graphs"):
+        assert "added to those of other ranks" in said and "within loss_fn" in said
+
+
 def test_a_sample_that_is_left_for_batch_norm_joins_its_neighbour():
     assert run("pairs") == [{"sizes": [2, 2, 2, 3], "near": True, "same": True}] * 2
 

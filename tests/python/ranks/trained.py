@@ -74,6 +74,24 @@ def several():
     }
 
 
+def with_graphs():
+    """What is said of gradients with a graph, which the ranks would sum without it."""
+    model, batch, loss_fn = make("mlp")
+    backward = rebatch.Backward(
+        model,
+        loss_fn,
+        group=True,
+        gradients="inplace",
+        backward=lambda loss: loss.backward(create_graph=True),
+        log_level="quiet",
+    )
+    try:
+        backward(batch)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def short_before_update():
     """One rank's before_update runs out of memory once, when it has changed a gradient."""
     ddp, batch, loss_fn = wrapped("mlp")

@@ -61,7 +61,6 @@ class Callbacks:
         self._others = Accumulators()  # of these
         self._seen_outside: List[Any] = []  # those that have got some
         self._looks_outside = _LOOKS
-        self._looks_for_graphs = _LOOKS  # micro-batches
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
@@ -386,9 +385,8 @@ class Callbacks:
             self._update.backward(loss)
         if noted:
             refuse_stepped(listed(running.program.model), noted)
-        if self._looks_for_graphs and running.program.is_fresh and not self._is_whole:
-            self._looks_for_graphs -= 1
-            refuse_graphs(self._trained)
+        if first == 0 and not self._is_whole and (running.program.is_fresh or self._ranks):
+            refuse_graphs(self._trained, self._ranks is not None)
         return loss.detach(), kept(extras)
 
     def _with(self, loss: torch.Tensor) -> torch.Tensor:

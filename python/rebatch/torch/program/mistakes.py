@@ -151,14 +151,23 @@ def refuse_stepped(
         )
 
 
-def refuse_graphs(trained: Sequence[torch.nn.Parameter]) -> None:
+def refuse_graphs(trained: Sequence[torch.nn.Parameter], has_ranks: bool) -> None:
     """ValueError for gradients with a graph of their own, of backward(create_graph=True). Gradients
-    that are kept apart are added outside of it."""
-    if any(p.grad is not None and p.grad.requires_grad for p in trained):
+    that are kept apart are added outside of it, and so are those of ranks."""
+    for p in trained:
+        gradient = p.grad
+        if gradient is None or not gradient.requires_grad:
+            continue
+        expected = (
+            "torch.autograd.grad(..., create_graph=True) within loss_fn"
+            if has_ranks
+            else 'gradients="inplace", with which autograd adds them, or '
+            "micro_smallest=<the batch's size> and no gradients before the batch"
+        )
         raise ValueError(
             "rebatch: the gradients have a graph, of backward(create_graph=True), and are to be "
-            'added to others without it: expected gradients="inplace", with which autograd adds '
-            "them, or micro_smallest=<the batch's size> and no gradients before the batch"
+            f"added to {'those of other ranks' if has_ranks else 'others'} without it: expected "
+            f"{expected}"
         )
 
 
