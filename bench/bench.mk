@@ -31,7 +31,7 @@ $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) 
     $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
--include $(patsubst %.c,$(BUILD)/%.d,$(wildcard bench/*.c bench/replay/*.c))
+-include $(patsubst %.c,$(BUILD)/%.d,$(wildcard bench/*.c bench/replay/*.c)) $(BUILD)/bench/vote_mpi.d
 
 # build_bench PROGRAM [DEPENDENCIES]
 define build_bench
@@ -44,7 +44,7 @@ bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	$(call build_bench,step)
 	@$(BUILD)/bench/step
 
-bench-vote: ## what the votes of several ranks cost a step beyond their all-reduces
+bench-vote: ## what a vote of one rank costs a step
 	$(call build_bench,vote)
 	@$(BUILD)/bench/vote
 
@@ -66,6 +66,10 @@ bench-replay: ## recorded allocations in the pool: memory held, device calls, ti
 	@scripts/install-deps build test
 	$(SUBMAKE) $(REPLAY)
 	@$(REPLAY) $(REPLAY_FLAGS)
+
+bench-traces: ## writes those of our own in bench/traces again: they come out the same everywhere
+	$(call build_bench,make_traces,test)
+	@$(BUILD)/bench/make_traces bench/traces
 
 bench-short: ## what a training step costs in the driver where memory is short (SHORT_FLAGS="500": a GPU that is behind)
 	$(call build_bench,short)

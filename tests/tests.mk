@@ -39,10 +39,13 @@ $(RANKS): $(RANKS_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 # MPI is looked for where it is asked for, and nowhere else.
-$(BUILD)/tests/mpi/ranks.o $(BUILD)/bench/vote_mpi.o $(call objects,$(GPT_MPI_SRC)): private FOLDER_CFLAGS = \
+$(call objects,$(GPT_MPI_SRC)): private FOLDER_CFLAGS = \
     -Iexamples $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
 $(BUILD)/tests/mpi/ranks.o: private FOLDER_CFLAGS = \
     -Itests $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
+$(BUILD)/bench/vote_mpi.o: bench/vote.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(ALL_CFLAGS) -DVOTE_MPI -Isrc $(shell mpicc -showme:compile | sed 's/-I/-isystem /g') -MMD -MP -c -o $@ $<
 $(MPI_TEST): $(DRAWN_OBJ)
 $(MPI_TEST) $(BUILD)/bench/vote_mpi: %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(STATIC) $(LIBS) $(shell mpicc -showme:link)

@@ -1,18 +1,16 @@
 """Sets the answers of `rebatch fit`, and of its peers, beside the truth: how many largest
 micro-batches are exact, how many are within 3 percent or above, and the errors of peaks.
 
-    python3 bench/fit_compare.py truth.json fit.json [--peers peers.json]
-
-fit_truth.py and fit_answers.py write the files. A peak is compared at the size that was answered,
-of the peers at the truth's, where the truth tried that size and it fit. Held-out models have lines
-of their own."""
+`fit.py truth`, `answers` and `peers` write the files. A peak is compared at the size that was
+answered, of the peers at the truth's, where the truth tried that size and it fit. Held-out models
+have lines of their own."""
 
 import argparse
 import json
 import pathlib
 import statistics
 
-from fit_models import HELD_OUT, MODELS
+from fit_parts.models import HELD_OUT, MODELS
 
 GIB = 1 << 30
 NEAR = 0.03
@@ -119,15 +117,13 @@ def parts(truth):
     return [(name, rows) for name, rows in named.items() if rows]
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Compares answers with the truth.")
+def compare(arguments):
+    parser = argparse.ArgumentParser(
+        prog="fit.py compare", description="Compares answers with the truth."
+    )
     parser.add_argument("truth", type=pathlib.Path)
     parser.add_argument("answers", type=pathlib.Path)
     parser.add_argument("--peers", type=pathlib.Path)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     truth = [row for row in read(given.truth) if row["size"]]
     report(truth, read(given.answers), read(given.peers) if given.peers else [])
-
-
-if __name__ == "__main__":
-    main()

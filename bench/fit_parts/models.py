@@ -1,12 +1,7 @@
-"""Sixteen trainings, and eight held out, by which `rebatch fit` is judged: the largest micro-batch
-that it names for a card against what a GPU shows (fit_truth.py, fit_compare.py). The held-out ones
-are for the end: no rule of fit is chosen by looking at them. Models are made from configurations,
-with random weights and random data, so no network is needed. Sizes are such that 4 to 16 GiB hold
-between 8 and 2,000 samples. Needs transformers.
-
-    python3 bench/fit_models.py                                        # their names
-    python3 bench/fit_models.py gpt2 --samples 8                       # trains one in a Step
-    rebatch fit --gpu "H100 80GB" -- python3 bench/fit_models.py gpt2"""
+"""The trainings by which `rebatch fit` is judged. The held-out ones are for the end: no rule of fit
+is chosen by looking at them. Models are made from configurations, with random weights and random
+data, so no network is needed. Sizes are such that 4 to 16 GiB hold between 8 and 2,000 samples.
+Needs transformers."""
 
 import argparse
 import functools
@@ -512,32 +507,27 @@ def gru(device):
     return language_model(model, fused, 4000, 201, device, in_bfloat16(next_word))
 
 
-def train(name, samples, steps, device, is_installed):
+def models(arguments):
+    """Prints the names."""
+    print("\n".join(f"{name}{' (held out)' * (name in HELD_OUT)}" for name in MODELS))
+
+
+def train(arguments):
+    """Trains one in a Step."""
     import rebatch.torch as rebatch
 
-    if is_installed:
-        rebatch.install()
-    torch.manual_seed(0)
-    made = MODELS[name](device)
-    step = rebatch.Step(made.model, made.optimizer, made.loss)
-    for _ in range(steps):
-        loss = step(made.batch(samples))
-        print(f"{step.report}: loss {loss:.4f}")
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Trains one of fit's models in a Step.")
-    parser.add_argument("name", nargs="?", choices=MODELS)
+    parser = argparse.ArgumentParser(prog="fit.py train", description=train.__doc__)
+    parser.add_argument("name", choices=MODELS)
     parser.add_argument("--samples", type=int, default=8, help="in a batch; default: 8")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="with rebatch's pool")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
-    if given.name is None:
-        print("\n".join(f"{name}{' (held out)' * (name in HELD_OUT)}" for name in MODELS))
-        return
-    train(given.name, given.samples, given.steps, given.device, given.install)
-
-
-if __name__ == "__main__":
-    main()
+    given = parser.parse_args(arguments)
+    if given.install:
+        rebatch.install()
+    torch.manual_seed(0)
+    made = MODELS[given.name](given.device)
+    step = rebatch.Step(made.model, made.optimizer, made.loss)
+    for _ in range(given.steps):
+        loss = step(made.batch(given.samples))
+        print(f"{step.report}: loss {loss:.4f}")

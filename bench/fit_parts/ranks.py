@@ -1,27 +1,26 @@
 """What `rebatch fit --ranks` answers, beside ranks that exchange what they compute.
 
-    rebatch fit --json --gpu h100 --memory 4GiB --ranks 2 -- python3 bench/fit_ranks.py gpt2 ddp
-    torchrun --nproc-per-node 2 bench/fit_ranks.py gpt2 ddp --room 3487563776 --sizes 10,11
+    rebatch fit --json --gpu h100 --memory 4GiB --ranks 2 -- python3 bench/fit.py ranks gpt2 ddp
+    torchrun --nproc-per-node 2 bench/fit.py ranks gpt2 ddp --room 3487563776 --sizes 10,11
 
-Trains a model of fit_models.py in a Step, with DistributedDataParallel ("ddp") or fully_shard()
+Trains a model in a Step, with DistributedDataParallel ("ddp") or fully_shard()
 ("fsdp"). With --sizes each of them is tried for three updates, while the allocator may have --room
 bytes: room_bytes of the answer. Prints an object for each size. Ranks may share a GPU, with
 RANKS_BACKEND=cpu:gloo,cuda:gloo."""
 
 import argparse
-import gc
 import json
 import os
 
 import torch
 import torch.distributed as dist
-from fit_models import MODELS
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rebatch.torch as rebatch
+from fit_parts.models import MODELS
+from fit_parts.truth import STEPS, forget
 
-STEPS = 3
 LARGEST = 64  # samples of a batch
 
 
@@ -52,18 +51,9 @@ class Training:
         options = {"window": True, "log_level": "quiet", **options}
         return rebatch.Step(self.model, self.optimizer, self.made.loss, **options)
 
-    def forget(self):
-        self.optimizer.zero_grad()
-        self.optimizer.state.clear()
-        gc.collect()
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
     def tried(self, samples):
         """Whether three updates run on all ranks without an OOM, and their peaks."""
-        self.forget()
+        forget(self.made._replace(optimizer=self.optimizer))
         kept = {"on_oom": "stop", "growth": False, "admission": False}
         step = self.step(micro_start=samples, micro_largest=samples, **kept)
         batch, fits = self.made.batch(LARGEST), True
@@ -81,13 +71,15 @@ class Training:
         }
 
 
-def main():
-    parser = argparse.ArgumentParser(description="fit --ranks beside ranks that train")
+def ranks(arguments):
+    parser = argparse.ArgumentParser(
+        prog="fit.py ranks", description="fit --ranks beside ranks that train"
+    )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("kind", choices=("ddp", "fsdp"))
     parser.add_argument("--room", type=int, default=0, help="bytes of the allocator; 0: all")
     parser.add_argument("--sizes", default="", help="of micro-batches")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     training = Training(given.model, given.kind)
     if not given.sizes:
         training.step()(training.made.batch(LARGEST))
@@ -100,7 +92,3 @@ def main():
         if not dist.get_rank():
             print(json.dumps({"model": given.model, "kind": given.kind, **found}), flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

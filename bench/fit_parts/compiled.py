@@ -2,7 +2,7 @@
 with as much memory free.
 
     make kernels GPU_ARCH=sm_90
-    REBATCH_DEVICE_KIND=cuda python3 bench/fit_compiled.py --gpu h100 --memory 4GiB,8GiB,16GiB -- \\
+    REBATCH_DEVICE_KIND=cuda python3 bench/fit.py compiled --gpu h100 --memory 4GiB,8GiB,16GiB -- \\
         build/release/examples/gpt/gpt-cuda --preset gpt2-124m --dtype bf16
 
 This process holds the rest of the card's memory meanwhile. Needs PyTorch with CUDA, and a GPU that
@@ -37,12 +37,14 @@ def on_card(room, program):
     return answer
 
 
-def main():
-    parser = argparse.ArgumentParser(description="fit's answers beside a card's")
+def compiled(arguments):
+    parser = argparse.ArgumentParser(
+        prog="fit.py compiled", description="fit's answers beside a card's"
+    )
     parser.add_argument("--gpu", required=True, help="the card, as rebatch fit names it")
     parser.add_argument("--memory", required=True, help="as of rebatch fit")
     parser.add_argument("program", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
     print(f"{'memory':>10} {'fit':>6} {'card':>6} {'beside, fit':>12} {'card':>9}")
     for row in fitted(given.gpu, given.memory, program):
@@ -53,7 +55,3 @@ def main():
             f"{room / MIB:>6.0f} MiB {row['micro']:>6} {answer['size']:>6} "
             f"{beside[0] / MIB:>8.0f} MiB {beside[1] / MIB:>5.0f} MiB"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,7 @@
 """What a process takes of a GPU beside PyTorch's allocator, for the table of `rebatch fit`
-(python/rebatch/fit/cards.py): after the context, cuBLAS and cuDNN, and with each model of
-fit_models.py; and what cuDNN says of the GPU and of its recurrent layers. It needs a GPU that no
-other process uses, and about ten seconds for a model:
-
-    python3 bench/fit_context.py --output context.json                 # all of fit_models.py
-    python3 bench/fit_context.py --models gpt2,vit --output context.json
+(python/rebatch/fit/cards.py): after the context, cuBLAS and cuDNN, and with each model; and what
+cuDNN says of the GPU and of its recurrent layers. It needs a GPU that no other process uses, and
+about ten seconds for a model.
 
 For each model: `outside_bytes`, how much that is more than a bare context, and the kernels by name
 that a profiler saw (`kernels`), since the driver loads each at its first launch."""
@@ -12,12 +9,12 @@ that a profiler saw (`kernels`), since the driver loads each at its first launch
 import argparse
 import ctypes
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
 import torch
+
+from fit_parts.child import answer_of, command
 
 MIB = 1 << 20
 
@@ -199,15 +196,23 @@ def kernels_of(made, drawn):
     return sorted({event.name for event in profile.events()})
 
 
+def print_bare():
+    print(json.dumps(bare()))
+
+
+def print_model(name, samples, has_profiler):
+    print(json.dumps(of_model(name, int(samples), has_profiler == "True")))
+
+
 def of_model(name, samples, has_profiler):
     """A model that trains for three updates."""
-    import fit_models
+    from fit_parts.models import MODELS
 
     before, _ = used_before()
     torch.cuda.init()
     torch.empty(1, device="cuda")
     context = outside(before)
-    made = fit_models.MODELS[name]("cuda")
+    made = MODELS[name]("cuda")
     drawn = made.batch(samples)
     rows = []
     for _ in range(3):
@@ -227,42 +232,23 @@ def of_model(name, samples, has_profiler):
     }
 
 
-def in_own_process(*arguments):
-    command = [sys.executable, os.path.abspath(__file__), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"error": " | ".join((done.stderr or "no output").strip().splitlines()[-3:])}
-    return json.loads(lines[-1])
+def context(arguments):
+    from fit_parts.models import MODELS
 
-
-def main():
-    parser = argparse.ArgumentParser(description="What a process takes beside the allocator.")
-    parser.add_argument("--models", default="", help="a,b; default: all of fit_models.py")
+    parser = argparse.ArgumentParser(
+        prog="fit.py context", description="What a process takes beside the allocator."
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="a,b; default: all")
     parser.add_argument("--samples", default="8,64", help="in a batch: two of them tell whether "
                         "what is taken grows")  # fmt: skip
-    parser.add_argument("--output", default="context.json")
+    parser.add_argument("--output", type=pathlib.Path, default="context.json")
     parser.add_argument("--no-kernels", action="store_true", help="do not run the profiler")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        name, *samples = given.child
-        is_bare = not samples
-        row = bare() if is_bare else of_model(name, int(samples[0]), not given.no_kernels)
-        print(json.dumps(row), flush=True)
-        return
-    found = {"bare": in_own_process("--child", "bare"), "models": []}
-    names = given.models.split(",") if given.models else list(__import__("fit_models").MODELS)
-    for name in names:
+    given = parser.parse_args(arguments)
+    found = {"bare": answer_of(command("context", "print_bare")), "models": []}
+    for name in given.models.split(","):
         for samples in given.samples.split(","):
-            options = ["--no-kernels"] if given.no_kernels else []
-            row = in_own_process(*options, "--child", name, samples)
+            row = answer_of(command("context", "print_model", name, samples, not given.no_kernels))
             found["models"].append({"model": name, **row})
             more = row.get("more_bytes", 0) / MIB
             print(f"{name} {samples}: {row.get('error') or f'{more:.0f} MiB beyond a context'}")
-        pathlib.Path(given.output).write_text(json.dumps(found, indent=1))
-    pathlib.Path(given.output).write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        given.output.write_text(json.dumps(found, indent=1))

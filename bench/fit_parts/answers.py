@@ -1,8 +1,5 @@
-"""What `rebatch fit` and its peers answer for the rows of a truth that fit_truth.py wrote. The
-output has rows of the same form, so fit_compare.py can set them side by side.
-
-    python3 bench/fit_answers.py fit truth.json --output fit.json        # needs no GPU
-    python3 bench/fit_answers.py peers truth.json --output peers.json    # a GPU, or the stand-in
+"""What `rebatch fit` and its peers answer for the rows of a truth. The output has rows of the same
+form, so `fit.py compare` can set them side by side.
 
 The peers are PyTorch's MemTracker, which counts the tensors of two steps with fake tensors, and
 accelerate's formula for `estimate-memory`, which knows no batch. MemTracker's largest size is that
@@ -14,14 +11,14 @@ import argparse
 import collections
 import json
 import pathlib
-import subprocess
 import sys
 import time
 
 import torch
 from torch import nn
 
-HERE = pathlib.Path(__file__).parent
+from fit_parts.child import FIT, answer_of, command
+
 STEPS = 2  # the optimizer's state is there in the second
 PEERS = ("mem-tracker", "accelerate")
 
@@ -35,23 +32,13 @@ def cells(truth):
     return found
 
 
-def run(command):
-    """The object that a command prints last, or an error."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    start = done.stdout.find("{")
-    if start < 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"error": (said or [f"exit {done.returncode}"])[-1]}
-    return json.loads(done.stdout[start:])
-
-
-def fit(name, way, rows, gpu):
+def fit_rows(name, way, rows, gpu):
     """The rows of `rebatch fit` for a model and way."""
     caps = ",".join(str(row["cap_bytes"]) for row in rows)
     options = ["--gpu", gpu, "--memory", caps, "--json"] + ["--install"] * (way == "install")
-    program = [sys.executable, str(HERE / "fit_models.py"), name]
+    program = [sys.executable, FIT, "train", name]
     began = time.perf_counter()
-    answer = run([sys.executable, "-m", "rebatch.fit", *options, "--", *program])
+    answer = answer_of([sys.executable, "-m", "rebatch.fit", *options, "--", *program])
     if "error" in answer:
         return [{"model": name, "way": way, **answer}]
     return [
@@ -71,7 +58,7 @@ def fit(name, way, rows, gpu):
     ]
 
 
-def peers(name, way, rows, gpu):
+def peers_rows(name, way, rows, gpu):
     """The rows of the peers for a model, which know one allocator."""
     if way != "native":
         return []
@@ -79,9 +66,7 @@ def peers(name, way, rows, gpu):
     return [
         {"model": name, "way": way, "peer": peer, **row}
         for peer in PEERS
-        for row in peer_rows(
-            run([sys.executable, __file__, "one", peer, name, *map(str, sizes)]), rows
-        )
+        for row in peer_rows(answer_of(command("answers", "one", peer, name, *sizes)), rows)
     ]
 
 
@@ -129,13 +114,13 @@ def converted(old, arguments, options):
 
 def tracked_peak(name, samples):
     """The peak of MemTracker in some steps of fake tensors."""
-    import fit_models
+    from fit_parts.models import MODELS
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.utils import _pytree
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made = fit_models.MODELS[name]("cuda")
+        made = MODELS[name]("cuda")
         batch = made.batch(samples)
         tracker = MemTracker()
         tracker.track_external(made.model, made.optimizer, *_pytree.tree_leaves(batch))
@@ -151,18 +136,19 @@ def tracked_peak(name, samples):
 
 def estimated_peak(name):
     """The peak of accelerate's formula: for parameters in float32 and Adam."""
-    import fit_models
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
+    from fit_parts.models import MODELS
 
     with torch.device("meta"):
-        model = fit_models.MODELS[name]("meta").model
+        model = MODELS[name]("meta").model
     size, _ = calculate_maximum_sizes(model)
     return max(estimate_training_usage(size, "float32").values())
 
 
-def one(peer, name, sizes):
+def one(peer, name, *sizes):
     """The child: the peaks of one peer, by size."""
+    sizes = list(map(int, sizes))
     if peer == "mem-tracker":
         nn.Module.to = convert
         peaks = {size: tracked_peak(name, size) for size in sizes}
@@ -171,7 +157,13 @@ def one(peer, name, sizes):
     print(json.dumps({"peaks": peaks}))
 
 
-def answer_all(kind, given):
+def answer_all(rows_of, prog, arguments):
+    parser = argparse.ArgumentParser(prog=f"fit.py {prog}", description="Answers for a truth.")
+    parser.add_argument("truth", type=pathlib.Path)
+    parser.add_argument("--output", type=pathlib.Path, required=True)
+    parser.add_argument("--models", type=lambda text: text.split(","), help="some of the truth's")
+    parser.add_argument("--gpu", default="h100", help="the card, as rebatch fit names it")
+    given = parser.parse_args(arguments)
     truth = json.loads(given.truth.read_text())
     kept = json.loads(given.output.read_text())["rows"] if given.output.exists() else []
     kept = [row for row in kept if "error" not in row]  # what failed is tried again
@@ -179,7 +171,7 @@ def answer_all(kind, given):
     for (name, way), rows in cells(truth).items():
         if (name, way) in done or (given.models and name not in given.models):
             continue
-        found = kind(name, way, rows, given.gpu)
+        found = rows_of(name, way, rows, given.gpu)
         kept += found
         given.output.write_text(json.dumps({"rows": kept}, indent=1))
         for row in found:
@@ -187,19 +179,9 @@ def answer_all(kind, given):
             print(name, row.get("peer", way), said, file=sys.stderr, flush=True)
 
 
-def main():
-    if sys.argv[1:2] == ["one"]:
-        one(sys.argv[2], sys.argv[3], [int(size) for size in sys.argv[4:]])
-        return
-    parser = argparse.ArgumentParser(description="What fit, or its peers, answer for a truth.")
-    parser.add_argument("kind", choices=("fit", "peers"))
-    parser.add_argument("truth", type=pathlib.Path)
-    parser.add_argument("--output", type=pathlib.Path, required=True)
-    parser.add_argument("--models", type=lambda text: text.split(","), help="some of the truth's")
-    parser.add_argument("--gpu", default="h100", help="the card, as rebatch fit names it")
-    given = parser.parse_args()
-    answer_all({"fit": fit, "peers": peers}[given.kind], given)
+def answers(arguments):
+    answer_all(fit_rows, "answers", arguments)
 
 
-if __name__ == "__main__":
-    main()
+def peers(arguments):
+    answer_all(peers_rows, "peers", arguments)

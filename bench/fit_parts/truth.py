@@ -1,10 +1,7 @@
-"""The truth by which `rebatch fit` is judged: for each model of fit_models.py, cap and way, the
-largest micro-batch that a training runs on a GPU. Three steps without an OOM count, of which the
-first makes the optimizer's state. Nothing recovers. The training is a plain loop, or with
-`--trainer step` a Step that stops at an OOM.
-
-    python3 bench/fit_truth.py --output truth.json                  # 16 models, 3 caps, 2 ways
-    python3 bench/fit_truth.py --output truth.json --models held-out --start fit.json
+"""The truth by which `rebatch fit` is judged: for each model, cap and way, the largest micro-batch
+that a training runs on a GPU. Three steps without an OOM count, of which the first makes the
+optimizer's state. Nothing recovers. The training is a plain loop, or with `--trainer step` a Step
+that stops at an OOM.
 
 A cap is what cudaMemGetInfo() says is free before the process makes its context. So context, loaded
 kernels and the allocator share it. Here the allocator's limit is the cap less what the process
@@ -30,6 +27,8 @@ import threading
 import time
 
 import torch
+
+from fit_parts.child import command
 
 GIB = 1 << 30
 WAYS = ("native", "install")
@@ -61,21 +60,33 @@ class Process:
         torch.cuda.set_per_process_memory_fraction(min(allowed / self.total, 1.0))
 
 
+def forget(made):
+    """Gives back what a training has made, as if none had run."""
+    made.optimizer.zero_grad(set_to_none=True)
+    made.model.zero_grad(set_to_none=True)
+    made.optimizer.state.clear()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # which keep the segment that they lie in
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
 class Tried:
     """A model that is trained again and again, each time as if it were the first."""
 
     def __init__(self, name, process, trainer):
-        import fit_models
+        from fit_parts.models import MODELS
 
         torch.manual_seed(0)
         self.process = process
         self.update = {"plain": self._plain, "step": self._step}[trainer]
-        self.made = fit_models.MODELS[name]("cuda")
+        self.made = MODELS[name]("cuda")
 
     def run(self, samples, cap=0):
         """What a training of some steps took, under a cap if there is one."""
         for _ in range(RETRIES):
-            self._forget()
+            forget(self.made)
             if cap:
                 self.process.limit(cap)
             fits = self._train(samples)
@@ -92,16 +103,6 @@ class Tried:
             "peak_reserved": reserved,
             "outside_bytes": outside,
         }
-
-    def _forget(self):
-        self.made.optimizer.zero_grad(set_to_none=True)
-        self.made.model.zero_grad(set_to_none=True)
-        self.made.optimizer.state.clear()
-        gc.collect()
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # which keep the segment that they lie in
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
     def _train(self, samples):
         from rebatch.torch import is_oom
@@ -203,12 +204,11 @@ def truth_row(tried, cap, start):
 
 def work(name, way):
     """The child: imports, says so, and waits for its turn; prints a row at once."""
-    import fit_models
-
     import rebatch.torch  # noqa: F401
+    from fit_parts.models import MODELS
 
     with torch.device("meta"):
-        fit_models.MODELS[name]("meta")  # which imports what the model needs
+        MODELS[name]("meta")  # which imports what the model needs
     print(json.dumps({"ready": name}), flush=True)
     turn = json.loads(sys.stdin.readline())
     tried = Tried(name, Process(way, turn["free_before"]), turn["trainer"])
@@ -220,9 +220,7 @@ def work(name, way):
         line = predicted(small, int(cap))
         start = turn["starts"][cap] or max(1, int(line * found))
         row = truth_row(tried, int(cap), start)
-        found = (
-            row["size"] / line or 1.0
-        )  # the allocator's fragmentation, much the same at all caps
+        found = row["size"] / line or 1.0  # the allocator's fragmentation, alike at all caps
         print(json.dumps(row), flush=True)
 
 
@@ -231,14 +229,12 @@ class Child:
 
     def __init__(self, name, way, **environment):
         self.name, self.way = name, way
-        command = [sys.executable, __file__, "--child", name, way]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            command("truth", "work", name, way),
             text=True,
             env={**os.environ, **environment},
+            **pipes,
         )
         self.said = []  # the last lines of its standard error
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -250,12 +246,7 @@ class Child:
 
     def answers(self, free_before, trainer, samples=0, starts=()):
         """Gives the child its turn, and yields what it measures."""
-        turn = {
-            "free_before": free_before,
-            "trainer": trainer,
-            "samples": samples,
-            "starts": dict(starts),
-        }
+        turn = dict(free_before=free_before, trainer=trainer, samples=samples, starts=dict(starts))
         if self._line() is not None:
             self.process.stdin.write(json.dumps(turn) + "\n")
             self.process.stdin.flush()
@@ -418,22 +409,21 @@ def read_starts(path):
 
 def chosen(text):
     """Names of models: a list, or "tried", "held-out" or "all"."""
-    import fit_models
+    from fit_parts.models import HELD_OUT, MODELS
 
-    groups = {
-        "tried": [name for name in fit_models.MODELS if name not in fit_models.HELD_OUT],
-        "held-out": fit_models.HELD_OUT,
-        "all": list(fit_models.MODELS),
-    }
+    tried = [name for name in MODELS if name not in HELD_OUT]
+    groups = {"tried": tried, "held-out": HELD_OUT, "all": list(MODELS)}
     names = groups.get(text) or text.split(",")
-    unknown = [name for name in names if name not in fit_models.MODELS]
+    unknown = [name for name in names if name not in MODELS]
     if unknown:
         raise argparse.ArgumentTypeError(f"no model is named {unknown[0]!r}")
     return names
 
 
-def parse():
-    parser = argparse.ArgumentParser(description="Finds the largest micro-batches on a GPU.")
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        prog="fit.py truth", description="Finds the largest micro-batches on a GPU."
+    )
     parser.add_argument("--output", default="truth.json")
     parser.add_argument("--models", type=chosen, default="tried", help="a,b, held-out or all")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=",".join(WAYS))
@@ -448,21 +438,14 @@ def parse():
     parser.add_argument("--trainer", choices=("plain", "step"), default="plain")
     parser.add_argument("--ahead", type=int, default=6, help="processes that import meanwhile")
     parser.add_argument("--confirm", type=int, default=4, help="rows tried in fresh processes")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main():
-    if sys.argv[1:2] == ["--child"]:
-        work(*sys.argv[2:4])
-        return
-    given = parse()
+def truth(arguments):
+    given = parse(arguments)
     deadline = time.monotonic() + given.seconds
     results = Results(given.output)
     results.describe(given.trainer)
     left = measure(results, given, read_starts(given.start), deadline)
     left += confirm(results, given, deadline) if not left else 0
     say(f"{left} processes were left out: no time" if left else "all is measured")
-
-
-if __name__ == "__main__":
-    main()
