@@ -10,7 +10,7 @@ import torch
 import rebatch.torch as rebatch
 from rebatch.torch.session.report import NUMBERS, OF_TRAINERS, Report, Totals, numbers_of_trainer
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "pytorch.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "pytorch-reference.md"
 UNKNOWN_ON_A_CPU = {"peak_bytes", "room_bytes", "reserved_bytes"}
 
 

@@ -99,7 +99,7 @@ class Backward:
             False micro-batches gather and reduce as PyTorch does, and all ranks run the same ones.
             None: True, and False from the first time that they do not fit whole
 
-    Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
+    Other keywords are limits and options of the session (docs/pytorch-reference.md): micro_start,
     micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, admission,
     growth, grow_after, grow_wait_max, max_attempts, max_ooms_in_row, oom_wait_ms, log_level,
     log_file, log_format.
@@ -214,8 +214,8 @@ class Backward:
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
         """What was done since this was made, and its memory, as names and plain numbers for
-        TensorBoard, W&B, MLflow and the like: docs/pytorch.md describes each. What was not measured
-        is left out. Waits for no work of the GPU."""
+        TensorBoard, W&B, MLflow and the like; docs/pytorch-reference.md describes each. What was
+        not measured is left out. Waits for no work of the GPU."""
         return self._training.numbers(prefix)
 
     def __call__(

@@ -2,7 +2,7 @@
 Step(micro_strat=4).
 
 session_options() in session.py has the defaults of a session's options, and training_of() those of
-the passes. docs/pytorch.md says what they do.
+the passes. docs/pytorch-reference.md says what they do.
 """
 
 from __future__ import annotations

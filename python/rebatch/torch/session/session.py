@@ -139,7 +139,7 @@ def session_options(
     log_file: Optional[str] = None,
     log_format: str = "text",
 ) -> c.Options:
-    """The C library's options. docs/pytorch.md describes each."""
+    """The C library's options. docs/pytorch-reference.md describes each."""
     options = c.Options(
         micro_start=_count("micro_start", micro_start),
         micro_smallest=_count("micro_smallest", micro_smallest),
