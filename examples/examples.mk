@@ -20,7 +20,7 @@ MINIMAL := $(BUILD)/examples/minimal
 EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length separable_cnn)
 # As it was before it was wrapped.
 MLP_BEFORE := $(BUILD)/examples/mlp-before
-GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
+GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train $(BUILD)/examples/guide/in_place
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 WRAP_EXISTING := $(BUILD)/examples/wrap_existing

@@ -70,9 +70,10 @@
  *
  *  rebatch.h includes all headers except those that need headers of others: wrap.h, which runs an
  *  existing CUDA trainer with rebatch, and mpi.h and nccl.h, by which several ranks vote. Read them
- *  in this order: step.h (the training step), probe.h (the largest micro-batch), pool.h (the
- *  allocator), device.h (devices), cuda.h (GPUs), config.h (settings in a file), status.h (errors),
- *  group.h (several ranks), current.h (the base of wrap.h).
+ *  in this order: step.h (the training step), step_in_place.h (the same in the program's loop),
+ *  probe.h (the largest micro-batch), pool.h (the allocator), device.h (devices), cuda.h (GPUs),
+ *  config.h (settings in a file), status.h (errors), group.h (several ranks), current.h (the base
+ *  of wrap.h).
  *
  *  These rules apply to all functions:
  *  - A function that can fail returns a rebatch_status. Outputs come first, and are NULL or 0 on
@@ -97,6 +98,7 @@
 #include "rebatch/probe.h"
 #include "rebatch/status.h"
 #include "rebatch/step.h"
+#include "rebatch/step_in_place.h"
 #include "rebatch/version.h"
 
 #endif

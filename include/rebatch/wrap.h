@@ -80,6 +80,7 @@
 #include "rebatch/check.h"
 #include "rebatch/cuda.h"
 #include "rebatch/current.h"
+#include "rebatch/step_in_place.h"
 
 /* ---- the session ---- */
 

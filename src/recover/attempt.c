@@ -38,7 +38,8 @@ void rebatch_mutating(rebatch *rb)
 
 bool rebatch_can_escape(const rebatch *rb)
 {
-    return rbi_callback_is_running(rb) && rbi_pool_callback_depth() == rb->callback.pool_callbacks;
+    return rbi_callback_is_running(rb) && rb->callback.way_out &&
+           rbi_pool_callback_depth() == rb->callback.pool_callbacks;
 }
 
 rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
@@ -46,6 +47,9 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     if (!rbi_callback_is_running(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called outside a callback, or in another thread");
+    if (!rb->callback.way_out)
+        return rbi_error(REBATCH_E_STATE, "rebatch_escape() was called in a block of "
+                                          "rebatch_step_next(): expected REBATCH_STEP()");
     if (rbi_pool_callback_depth() != rb->callback.pool_callbacks)
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called within a callback of a pool: expected that "
@@ -53,7 +57,7 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     rb->callback.escape_status =
         status ? status
                : rbi_error(REBATCH_E_INVALID, "rebatch_escape() was called with REBATCH_OK");
-    longjmp(rb->escape, 1);
+    longjmp(*rb->callback.way_out, 1);
 }
 
 /* ---- scopes ---- */
@@ -206,11 +210,13 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
 }
 
 /* Nothing here is changed between setjmp and longjmp, so nothing needs to be volatile. */
-static rebatch_status call_with_way_out(rebatch *rb, const struct rbi_call *which)
+static rebatch_status call_with_way_out(rebatch *rb)
 {
-    if (setjmp(rb->escape))
+    jmp_buf way_out;
+    rb->callback.way_out = &way_out;
+    if (setjmp(way_out))
         return rb->callback.escape_status;
-    return call_user(rb, which);
+    return call_user(rb, &rb->callback.call);
 }
 
 static bool is_fatal(rebatch_status status)
@@ -296,7 +302,7 @@ static rebatch_status commit(rebatch *rb, const struct rbi_call *call)
         learn_need(rb);
     if (call->which == RBI_OPTIMIZER)
         learn_update(rb);
-    if (rb->callback.has_mutated)
+    if (rb->callback.has_mutated && rb->run.ops != &rb->in_place.ops)
         rb->declares[call->which] = address_of(rb, call->which);
     return REBATCH_OK;
 }
@@ -409,7 +415,8 @@ static void begin(rebatch *rb, const struct rbi_call *which)
 {
     rbi_assert(rb->run.ops);
     rbi_assert(!rb->callback.is_running);
-    rb->callback = (struct rbi_running){.is_updating = which->which == RBI_OPTIMIZER,
+    rb->callback = (struct rbi_running){.call = *which,
+                                        .is_updating = which->which == RBI_OPTIMIZER,
                                         .thread = pthread_self(),
                                         .pool_callbacks = rbi_pool_callback_depth()};
     rbi_meter_begin(rb, first_phase_of(which->which));
@@ -421,7 +428,8 @@ static void begin(rebatch *rb, const struct rbi_call *which)
         rbi_overflow_begin(rb);
 }
 
-static void end(rebatch *rb, const struct rbi_call *which, rebatch_status result)
+/* Gives what the step goes by. */
+static rebatch_status end(rebatch *rb, const struct rbi_call *which, rebatch_status result)
 {
     rbi_assert(rb->callback.is_running);
     rb->callback.is_running = false;
@@ -433,14 +441,13 @@ static void end(rebatch *rb, const struct rbi_call *which, rebatch_status result
     rb->has_declared[which->which] |= rb->callback.has_mutated;
     if (rb->dry_step)
         rb->dry_step->callback_ended(rb->dry_step->user, result);
+    return rbi_result_check(rb, which, result);
 }
 
 static rebatch_status run(rebatch *rb, const struct rbi_call *which)
 {
     begin(rb, which);
-    const rebatch_status result = call_with_way_out(rb, which);
-    end(rb, which, result);
-    return rbi_result_check(rb, which, result);
+    return end(rb, which, call_with_way_out(rb));
 }
 
 /* An OOM that the callback swallowed, or an error that it did not look at. */
@@ -481,15 +488,28 @@ static void warn_of_swallowed(rebatch *rb, enum rbi_callback which, const rebatc
     rbi_event_emit(rb, &event);
 }
 
-rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
+rebatch_status rbi_callback_begin(rebatch *rb, enum rbi_callback which,
+                                  const rebatch_microbatch *mb)
 {
     struct rbi_call call = {.which = which, .mb = mb};
     rbi_assert((mb != NULL) == (which == RBI_FORWARD_BACKWARD || which == RBI_MAP));
     rbi_assert(!mb || (mb->count > 0 && rb->run.cut.size > 0));
-    rebatch_status status = open_call(rb, &call, key_of(rb, which, mb));
-    if (status)
-        return status;
-    status = run(rb, &call);
+    const rebatch_status status = open_call(rb, &call, key_of(rb, which, mb));
+    if (!status)
+        begin(rb, &call);
+    return status;
+}
+
+rebatch_status rbi_callback_call(rebatch *rb)
+{
+    rbi_assert(rb->callback.is_running);
+    return call_with_way_out(rb);
+}
+
+rebatch_status rbi_callback_end(rebatch *rb, rebatch_status result)
+{
+    const struct rbi_call call = rb->callback.call;
+    rebatch_status status = end(rb, &call, result);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
     if (status == REBATCH_OK)
@@ -499,12 +519,18 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status)
         return give_up(rb, &call, status);
     if (rbi_pool_oom_count(rb->pool) != call.pool_ooms)
-        warn_of_swallowed(rb, which, mb);
-    if (which == RBI_OPTIMIZER) {
+        warn_of_swallowed(rb, call.which, call.mb);
+    if (call.which == RBI_OPTIMIZER) {
         rb->has_updated = true;
         warn_of_promise(rb);
     }
     return REBATCH_OK;
+}
+
+rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
+{
+    const rebatch_status status = rbi_callback_begin(rb, which, mb);
+    return status ? status : rbi_callback_end(rb, rbi_callback_call(rb));
 }
 
 /* ---- resize ---- */

@@ -215,6 +215,10 @@ void rbi_step_is_probe(rebatch *rb);
  * struct does not have is NULL or 0. */
 rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
                               const rebatch_step_ops *given, size_t batch, const char *function);
+/* The same, whichever callbacks there are. */
+rebatch_status rbi_step_check_arguments(rebatch_step_ops *out, const rebatch *rb,
+                                        const rebatch_step_ops *given, size_t batch,
+                                        const char *function);
 /* From here on callbacks can run. `ops` must outlive it. */
 void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user);
 /* Callbacks cannot run any more. */

@@ -63,27 +63,27 @@ static void owe(rebatch *rb, rebatch_status status)
 }
 
 /* The micro-batch that this rank would run by itself: REBATCH_OK, or why it cannot go on. */
-static rebatch_status choose_own(rebatch *rb, struct rbi_progress *progress)
+static rebatch_status choose_own(rebatch *rb)
 {
     rebatch_status status = REBATCH_OK;
     while (!status) {
-        rbi_samples_cut(rb, progress);
+        rbi_samples_cut(rb);
         rbi_resize_prepare(rb, false);
-        status = rbi_samples_admit(rb, &progress->mb);
+        status = rbi_samples_admit(rb, &rb->run.progress.mb);
         if (status != REBATCH_OOM)
             break;
-        status = rbi_samples_recover(rb, progress);
+        status = rbi_samples_recover(rb);
     }
     return status;
 }
 
 /* The vote on the size: no micro-batch of any rank has more samples than the least of all asks for.
  * `own` is how this rank has fared until now. */
-static rebatch_status choose(rebatch *rb, struct rbi_progress *progress, rebatch_status own)
+static rebatch_status choose(rebatch *rb, rebatch_status own)
 {
     rb->run.most = SIZE_MAX;
     if (!own)
-        own = choose_own(rb, progress);
+        own = choose_own(rb);
     const struct rbi_said said = rbi_said_take(rb, own);
     uint64_t words[WORDS] = {[SIZE] = own ? UINT64_MAX : rbi_micro_size(rb, rb->run.batch),
                              [OUTCOME] = SUCCEEDED,
@@ -224,19 +224,19 @@ static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
 {
     rbi_assert(rb->run.lockstep.stage == RBI_LOCKSTEP_IDLE);
     rb->run.lockstep.stage = RBI_LOCKSTEP_RUNS;
-    return end_attempt(rb, mb, rbi_samples_try(rb, mb));
+    return end_attempt(rb, mb, rbi_samples_try(rb));
 }
 
 /* ---- the loop ---- */
 
-static rebatch_status run_next(rebatch *rb, struct rbi_progress *progress)
+static rebatch_status run_next(rebatch *rb)
 {
+    const rebatch_microbatch *const mb = &rb->run.progress.mb;
     const bool is_doomed = rb->run.lockstep.owed != REBATCH_OK;
-    rbi_samples_cut(rb, progress);
-    const rebatch_status status =
-        is_doomed ? run_doomed(rb, &progress->mb) : run_attempt(rb, &progress->mb);
+    rbi_samples_cut(rb);
+    const rebatch_status status = is_doomed ? run_doomed(rb, mb) : run_attempt(rb, mb);
     if (!status)
-        rbi_samples_succeeded(rb, progress);
+        rbi_samples_succeeded(rb);
     return status;
 }
 
@@ -248,24 +248,24 @@ static rebatch_status finish(rebatch *rb)
 }
 
 /* All ranks go on, or all of them end the step. */
-static rebatch_status recover(rebatch *rb, struct rbi_progress *progress, rebatch_status status)
+static rebatch_status recover(rebatch *rb, rebatch_status status)
 {
     if (rb->run.lockstep.is_over)
         return status;
-    return choose(rb, progress, status == REBATCH_OOM ? rbi_samples_recover(rb, progress) : status);
+    return choose(rb, status == REBATCH_OOM ? rbi_samples_recover(rb) : status);
 }
 
 rebatch_status rbi_lockstep_samples_run(rebatch *rb, rebatch_status own)
 {
-    struct rbi_progress progress = rbi_samples_begin(rb);
-    rebatch_status status = choose(rb, &progress, own);
+    rbi_samples_begin(rb);
+    rebatch_status status = choose(rb, own);
     for (bool is_done = false; !status && !is_done;) {
-        is_done = progress.next == rb->run.batch;
-        status = is_done ? finish(rb) : run_next(rb, &progress);
+        is_done = rb->run.progress.next == rb->run.batch;
+        status = is_done ? finish(rb) : run_next(rb);
         rb->run.lockstep.stage = RBI_LOCKSTEP_IDLE;
         if (status) {
             is_done = false;
-            status = recover(rb, &progress, status);
+            status = recover(rb, status);
         }
     }
     return status;

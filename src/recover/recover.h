@@ -317,6 +317,14 @@ struct rbi_plain {
 
 /* ---- callbacks (attempt.c) ---- */
 
+/* rbi_callback_run() in its parts: after REBATCH_OK the callback counts as running, rb->callback,
+ * until rbi_callback_end() gets its result. What runs is rbi_callback_call(), or the program's own
+ * code. */
+rebatch_status rbi_callback_begin(rebatch *rb, enum rbi_callback which,
+                                  const rebatch_microbatch *mb);
+rebatch_status rbi_callback_call(rebatch *rb);
+rebatch_status rbi_callback_end(rebatch *rb, rebatch_status result);
+
 /* Runs resize. REBATCH_OK: what it allocated is of the size; else it has changed nothing. */
 rebatch_status rbi_callback_resize(rebatch *rb, size_t size);
 
@@ -496,6 +504,13 @@ void rbi_step_report(rebatch *rb, rebatch_status status);
 /* The report, which may be NULL, of a call that runs nothing; `rb` may be NULL. */
 void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatch_status status);
 
+/* A step's parts. After rbi_step_open() the run has begun; rbi_step_ready() saves what undoing it
+ * goes back to, and clears the accumulators: REBATCH_OK, or why there is nothing to run.
+ * rbi_step_close() ends the run with that status, or what its end comes to, which it gives. */
+void rbi_step_open(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user);
+rebatch_status rbi_step_ready(rebatch *rb);
+rebatch_status rbi_step_close(rebatch *rb, rebatch_status status);
+
 /* ---- where they begin, and begin again (undo.c) ---- */
 
 /* Saves guarded state, and opens rb->run.scope: what rbi_step_undo() goes back to. */
@@ -511,34 +526,34 @@ rebatch_status rbi_step_undo(rebatch *rb);
 /* Runs rb->run.samples_callback over the batch, in micro-batches, and recovers from OOMs. */
 rebatch_status rbi_samples_run(rebatch *rb);
 
-/* What a loop over the samples is made of. */
+/* One turn of it. `status` is how the callback has ended that runs, if one does, and then what the
+ * samples have come to. True: rbi_callback_call(), or the program's block, runs rb->run.progress.mb
+ * next. False: all samples are in the accumulators, or *status says why not. */
+bool rbi_samples_next(rebatch *rb, rebatch_status *status);
 
-/* Where it stands: samples [0, next) are in the accumulators. */
-struct rbi_progress {
-    size_t next;
-    uint64_t began_ns;     /* when the first of them did */
-    uint64_t attempt_ns;   /* when the attempt that runs began */
-    rebatch_microbatch mb; /* the one that runs, or ran last */
-};
-struct rbi_progress rbi_samples_begin(rebatch *rb);
+/* What a loop over the samples is made of; where it stands is rb->run.progress. */
+
+void rbi_samples_begin(rebatch *rb);
 /* The next micro-batch. */
-void rbi_samples_cut(rebatch *rb, struct rbi_progress *progress);
+void rbi_samples_cut(rebatch *rb);
 /* Sees to it that memory that an attempt is known to need is there before it starts. The last
  * resort is always allowed to try: what is known may be out of date. So is what is tried once more:
  * memory that was taken ahead, in one piece, may just have been in the way. */
 rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb);
 /* Admission, and an attempt. */
-rebatch_status rbi_samples_try(rebatch *rb, const rebatch_microbatch *mb);
+rebatch_status rbi_samples_try(rebatch *rb);
 /* The micro-batch is in the accumulators. */
-void rbi_samples_succeeded(rebatch *rb, struct rbi_progress *progress);
+void rbi_samples_succeeded(rebatch *rb);
 /* After an OOM, by rb->run.ooms.failure: chooses how to go on, and takes back what has to run
  * again. */
-rebatch_status rbi_samples_recover(rebatch *rb, struct rbi_progress *progress);
+rebatch_status rbi_samples_recover(rebatch *rb);
 
 /* ---- what follows the samples (update.c) ---- */
 
 /* optimizer_step, and what is done about an OOM in it. */
 rebatch_status rbi_update_run(rebatch *rb);
+/* One turn of it, as rbi_samples_next(). */
+bool rbi_update_next(rebatch *rb, rebatch_status *status);
 /* With a group: reduce, the update's memory, and the vote on whether all ranks update. `own` is how
  * the samples have ended here. Without a group: `own`. */
 rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own);
@@ -601,6 +616,30 @@ rebatch_status rbi_vote_owe(rebatch *rb, rebatch_status status);
 rebatch_status rbi_vote_hear(rebatch *rb, rebatch_status own, const struct rbi_said *said);
 /* Says again what was said of a failure, and gives its status. */
 rebatch_status rbi_said_again(const struct rbi_said *said, rebatch_status status);
+
+/* ---- a step written in place (step_in_place.c) ---- */
+
+/*   state   | what happens                                                | next
+ *   --------|-------------------------------------------------------------|--------
+ *   NONE    | begins / is refused                                         | SAMPLES / OVER
+ *   SAMPLES | next() gives a micro-batch / none, all are in               | SAMPLES / UPDATES
+ *   UPDATES | updates() gives the update / it is done, or a callback is   | UPDATES / OVER
+ *   any     | it fails, a block is left, or what comes next is left out   | OVER
+ *   UPDATES | end(), without an update                                    | NONE
+ *   OVER    | end(), or another one begins                                | NONE, SAMPLES
+ */
+enum rbi_in_place_state {
+    RBI_IN_PLACE_NONE,
+    RBI_IN_PLACE_SAMPLES,
+    RBI_IN_PLACE_UPDATES,
+    RBI_IN_PLACE_OVER /* its run has ended, with said.status */
+};
+
+struct rbi_in_place {
+    enum rbi_in_place_state state;
+    struct rbi_said said; /* of that status, which is said again */
+    rebatch_step_ops ops;
+};
 
 /* ---- the same micro-batches on all ranks (lockstep.c) ---- */
 
@@ -671,6 +710,15 @@ struct rbi_run_ooms {
     uint32_t wait_ms;      /* before the attempt that comes next */
 };
 
+/* Where its samples stand: [0, next) are in the accumulators. */
+struct rbi_progress {
+    size_t next;
+    uint64_t began_ns;     /* when the first of them did */
+    uint64_t attempt_ns;   /* when the attempt that runs began */
+    bool is_recorded;      /* by the tuner */
+    rebatch_microbatch mb; /* the one that runs, or ran last */
+};
+
 /* The step or map that runs, or ran last. rbi_run_begin() sets all of it, in one assignment;
  * between runs `most` is SIZE_MAX and `samples_callback` RBI_FORWARD_BACKWARD. */
 struct rbi_run {
@@ -686,6 +734,8 @@ struct rbi_run {
     bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
     bool has_reduced;       /* reduce has run, and may have called collectives */
     bool is_abandoned;      /* reduce runs for a rank that has failed */
+    bool is_open;           /* what undoing it goes back to is saved */
+    struct rbi_progress progress;
     struct rbi_lockstep lockstep;
     rebatch_step_report report;
     rebatch_scope scope;  /* what it has allocated, and the frees that wait for its end */
@@ -701,6 +751,8 @@ struct rbi_run {
 
 /* The callback that runs, or ran last. Its start sets all of it, in one assignment. */
 struct rbi_running {
+    struct rbi_call call;
+    jmp_buf *way_out; /* of rebatch_escape(); NULL: it has none */
     bool is_running;
     bool has_mutated; /* it has called rebatch_mutating() */
     bool is_updating; /* it is optimizer_step */
@@ -747,7 +799,7 @@ struct rebatch {
     struct rbi_failed_range *failed; /* of the run: run.ooms.failed_count of them */
     size_t failed_room;              /* at least options.max_attempts */
     struct rbi_running callback;
-    jmp_buf escape; /* out of it */
+    struct rbi_in_place in_place;
 
     /* what is learned and made */
     uint64_t step;

@@ -2,18 +2,18 @@
  * is run again after an OOM. Must not know how memory is found. */
 #include "recover/recover.h"
 
-struct rbi_progress rbi_samples_begin(rebatch *rb)
+void rbi_samples_begin(rebatch *rb)
 {
     const uint64_t now = rbi_now_ns();
     rbi_thrashing_restart(rb);
     rbi_learn_begin_step(rb);
-    return (struct rbi_progress){.began_ns = now,
-                                 .attempt_ns = now,
-                                 .mb = {.step = rb->step,
-                                        .batch = rb->run.total,
-                                        .pool = rb->pool,
-                                        .stream = rb->options.stream,
-                                        .rank_batch = rb->run.batch}};
+    rb->run.progress = (struct rbi_progress){.began_ns = now,
+                                             .attempt_ns = now,
+                                             .mb = {.step = rb->step,
+                                                    .batch = rb->run.total,
+                                                    .pool = rb->pool,
+                                                    .stream = rb->options.stream,
+                                                    .rank_batch = rb->run.batch}};
 }
 
 /* ---- the next micro-batch ---- */
@@ -26,10 +26,10 @@ static uint32_t attempts_of(const rebatch *rb, size_t sample)
     return attempts;
 }
 
-void rbi_samples_cut(rebatch *rb, struct rbi_progress *progress)
+void rbi_samples_cut(rebatch *rb)
 {
-    rebatch_microbatch *const mb = &progress->mb;
-    mb->first = progress->next;
+    rebatch_microbatch *const mb = &rb->run.progress.mb;
+    mb->first = rb->run.progress.next;
     mb->count = rbi_cut(rb, mb->first);
     const size_t room = rb->run.by_cost ? rbi_resize_size(rb) : 0;
     if (room) /* after an OOM the budget may cut otherwise than buffers are made for */
@@ -62,36 +62,46 @@ rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
     return REBATCH_OOM;
 }
 
-static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
+/* What is done after an attempt, however it has ended. */
+static rebatch_status end_attempt(rebatch *rb, rebatch_status status)
 {
-    rebatch_status status = rbi_resize_ready(rb);
-    if (!status)
-        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
-    if (status)
-        return status;
-    rb->run.report.attempts++;
-    rb->run.ooms.refusal = (struct rbi_refusal){0};
-    return rbi_callback_run(rb, rb->run.samples_callback, mb);
-}
-
-/* One that the tuner records has buffers of its own, so that it sees all that the size needs. */
-rebatch_status rbi_samples_try(rebatch *rb, const rebatch_microbatch *mb)
-{
-    const bool is_recorded = rbi_learn_will_watch(rb, mb->count);
-    rbi_resize_prepare(rb, is_recorded);
-    rebatch_status status = rbi_samples_admit(rb, mb);
-    if (status)
-        return status;
-    rbi_learn_begin(rb, mb->count);
-    status = run_attempt(rb, mb);
-    if (rb->run.ops->resize && is_recorded)
+    if (rb->run.ops->resize && rb->run.progress.is_recorded)
         rbi_resize_release(rb);
-    rbi_learn_end(rb, mb->count, status);
+    rbi_learn_end(rb, rb->run.progress.mb.count, status);
     return status;
 }
 
-void rbi_samples_succeeded(rebatch *rb, struct rbi_progress *progress)
+/* Admission, and what is ready before an attempt. One that the tuner records has buffers of its
+ * own, so that it sees all that the size needs. */
+static rebatch_status begin_attempt(rebatch *rb)
 {
+    struct rbi_progress *const progress = &rb->run.progress;
+    progress->is_recorded = rbi_learn_will_watch(rb, progress->mb.count);
+    rbi_resize_prepare(rb, progress->is_recorded);
+    rebatch_status status = rbi_samples_admit(rb, &progress->mb);
+    if (status)
+        return status;
+    rbi_learn_begin(rb, progress->mb.count);
+    status = rbi_resize_ready(rb);
+    if (!status)
+        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
+    if (!status) {
+        rb->run.report.attempts++;
+        rb->run.ooms.refusal = (struct rbi_refusal){0};
+        status = rbi_callback_begin(rb, rb->run.samples_callback, &progress->mb);
+    }
+    return status ? end_attempt(rb, status) : REBATCH_OK;
+}
+
+rebatch_status rbi_samples_try(rebatch *rb)
+{
+    const rebatch_status status = begin_attempt(rb);
+    return status ? status : end_attempt(rb, rbi_callback_end(rb, rbi_callback_call(rb)));
+}
+
+void rbi_samples_succeeded(rebatch *rb)
+{
+    struct rbi_progress *const progress = &rb->run.progress;
     const size_t count = progress->mb.count;
     rbi_assert(progress->mb.first == progress->next && count <= rb->run.batch - progress->next);
     progress->next += count;
@@ -114,8 +124,9 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
 }
 
 /* No forward_backward ran, so there is nothing to run again. */
-static rebatch_status refused(rebatch *rb, const struct rbi_progress *progress)
+static rebatch_status refused(rebatch *rb)
 {
+    const struct rbi_progress *const progress = &rb->run.progress;
     const rebatch_microbatch *const mb = &progress->mb;
     if (rb->run.ooms.failure.phase == REBATCH_PHASE_ADMISSION)
         rbi_learn_refused(rb, mb->count);
@@ -124,8 +135,9 @@ static rebatch_status refused(rebatch *rb, const struct rbi_progress *progress)
 }
 
 /* The accumulators are as they were: only those samples run again. */
-static rebatch_status redo_samples(rebatch *rb, const struct rbi_progress *progress)
+static rebatch_status redo_samples(rebatch *rb)
 {
+    const struct rbi_progress *const progress = &rb->run.progress;
     const rebatch_microbatch *const mb = &progress->mb;
     remember_failed(rb, mb->first, mb->first + mb->count);
     const rebatch_status status = rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
@@ -138,8 +150,9 @@ static rebatch_status redo_samples(rebatch *rb, const struct rbi_progress *progr
 }
 
 /* The accumulators are dirty: the effective batch runs again from zero_grad. */
-static rebatch_status redo_batch(rebatch *rb, struct rbi_progress *progress)
+static rebatch_status redo_batch(rebatch *rb)
 {
+    struct rbi_progress *const progress = &rb->run.progress;
     const rebatch_microbatch *const mb = &progress->mb;
     const size_t end = mb->first + mb->count;
     remember_failed(rb, 0, end);
@@ -162,43 +175,58 @@ static rebatch_status redo_batch(rebatch *rb, struct rbi_progress *progress)
     return status;
 }
 
-static rebatch_status redo(rebatch *rb, struct rbi_progress *progress)
+static rebatch_status redo(rebatch *rb)
 {
-    rbi_assert(progress->mb.count > 0 && rb->run.ooms.failure.phase != REBATCH_PHASE_UPDATE);
+    rbi_assert(rb->run.progress.mb.count > 0 && rb->run.ooms.failure.phase != REBATCH_PHASE_UPDATE);
     switch (rb->run.ooms.failure.phase) {
     case REBATCH_PHASE_ADMISSION:
     case REBATCH_PHASE_RESIZE:
-        return refused(rb, progress);
+        return refused(rb);
     case REBATCH_PHASE_FORWARD:
     case REBATCH_PHASE_MAP:
-        return redo_samples(rb, progress);
+        return redo_samples(rb);
     default:
-        return redo_batch(rb, progress);
+        return redo_batch(rb);
     }
 }
 
-rebatch_status rbi_samples_recover(rebatch *rb, struct rbi_progress *progress)
+rebatch_status rbi_samples_recover(rebatch *rb)
 {
-    const rebatch_status status = redo(rb, progress);
+    const rebatch_status status = redo(rb);
     rbi_thrashing_begin(rb);
-    progress->attempt_ns = rbi_now_ns();
+    rb->run.progress.attempt_ns = rbi_now_ns();
     return status;
 }
 
 /* ---- the loop ---- */
 
+bool rbi_samples_next(rebatch *rb, rebatch_status *status)
+{
+    struct rbi_progress *const progress = &rb->run.progress;
+    if (rb->callback.is_running) {
+        *status = end_attempt(rb, rbi_callback_end(rb, *status));
+        if (!*status)
+            rbi_samples_succeeded(rb);
+        else if (*status == REBATCH_OOM)
+            *status = rbi_samples_recover(rb);
+    }
+    while (!*status && progress->next < rb->run.batch) {
+        rbi_learn_choose(rb, rb->run.batch - progress->next);
+        rbi_samples_cut(rb);
+        *status = begin_attempt(rb);
+        if (!*status)
+            return true;
+        if (*status == REBATCH_OOM)
+            *status = rbi_samples_recover(rb);
+    }
+    return false;
+}
+
 rebatch_status rbi_samples_run(rebatch *rb)
 {
-    struct rbi_progress progress = rbi_samples_begin(rb);
     rebatch_status status = REBATCH_OK;
-    while (!status && progress.next < rb->run.batch) {
-        rbi_learn_choose(rb, rb->run.batch - progress.next);
-        rbi_samples_cut(rb, &progress);
-        status = rbi_samples_try(rb, &progress.mb);
-        if (status == REBATCH_OOM)
-            status = rbi_samples_recover(rb, &progress);
-        else if (!status)
-            rbi_samples_succeeded(rb, &progress);
-    }
+    rbi_samples_begin(rb);
+    while (rbi_samples_next(rb, &status))
+        status = rbi_callback_call(rb);
     return status;
 }

@@ -19,11 +19,6 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
         return status;
     if (!out->zero_grad)
         out->zero_grad = clear_nothing;
-    const char *missing = !out->forward_backward ? "forward_backward"
-                          : !out->optimizer_step ? "optimizer_step"
-                                                 : NULL;
-    if (missing)
-        return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
     const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS | REBATCH_SCOPED_MEMORY;
     if (out->flags & ~known)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
@@ -31,8 +26,9 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
     return REBATCH_OK;
 }
 
-rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
-                              const rebatch_step_ops *given, size_t batch, const char *function)
+rebatch_status rbi_step_check_arguments(rebatch_step_ops *out, const rebatch *rb,
+                                        const rebatch_step_ops *given, size_t batch,
+                                        const char *function)
 {
     if (!rb || !given)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "ops" : "rb");
@@ -51,6 +47,19 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
         return rbi_error(REBATCH_E_INVALID, "ops.flags has REBATCH_SCOPED_MEMORY and reclaim is "
                                             "off: expected one without the other");
     return status;
+}
+
+rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
+                              const rebatch_step_ops *given, size_t batch, const char *function)
+{
+    const rebatch_status status = rbi_step_check_arguments(out, rb, given, batch, function);
+    if (status)
+        return status;
+    const char *missing = !out->forward_backward ? "forward_backward"
+                          : !out->optimizer_step ? "optimizer_step"
+                                                 : NULL;
+    return missing ? rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing)
+                   : REBATCH_OK;
 }
 
 void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
@@ -126,6 +135,24 @@ static rebatch_status fit_buffers(rebatch *rb)
     return status;
 }
 
+void rbi_step_open(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
+{
+    if (rb->launch.user)
+        rb->launch.step_begins(rb->launch.user, ops, batch, user);
+    rbi_step_begin(rb, ops, batch, user);
+    rbi_resize_begin_step(rb);
+    rb->run.report.micro_before = rbi_micro_size(rb, batch);
+}
+
+rebatch_status rbi_step_ready(rebatch *rb)
+{
+    rebatch_status status = rbi_step_open_scope(rb);
+    rb->run.is_open = !status;
+    if (!status)
+        status = fit_buffers(rb);
+    return status ? status : rbi_zero_grad_run(rb);
+}
+
 /* `own` is how the step has begun here. Where other ranks take part in each micro-batch, they hear
  * of it. */
 static rebatch_status run_samples(rebatch *rb, rebatch_status own)
@@ -135,23 +162,20 @@ static rebatch_status run_samples(rebatch *rb, rebatch_status own)
     return own ? own : rbi_samples_run(rb);
 }
 
-/* A step that failed is a step that did not happen, as far as that is in our hands. */
 static rebatch_status run(rebatch *rb)
 {
     rebatch_status status = rbi_vote_begin(rb, REBATCH_OK);
     if (status)
         return status;
-    status = rbi_step_open_scope(rb);
-    const bool is_open = !status;
-    if (is_open)
-        status = fit_buffers(rb);
-    if (!status)
-        status = rbi_zero_grad_run(rb);
-    status = rbi_update_settle(rb, run_samples(rb, status));
-    if (!is_open)
+    status = rbi_update_settle(rb, run_samples(rb, rbi_step_ready(rb)));
+    return status ? status : rbi_update_run(rb);
+}
+
+/* A step that failed is a step that did not happen, as far as that is in our hands. */
+static rebatch_status keep_or_undo(rebatch *rb, rebatch_status status)
+{
+    if (!rb->run.is_open)
         return status;
-    if (!status)
-        status = rbi_update_run(rb);
     const uint64_t first_sequence =
         rb->run.scope ? rbi_scope_first_sequence(rb->pool, rb->run.scope) : 0;
     if (status && !rb->run.report.torn)
@@ -248,6 +272,18 @@ void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatc
             .step = rb ? rb->step : 0, .status = status, .lighten_level = rb ? rb->lighten : 0};
 }
 
+rebatch_status rbi_step_close(rebatch *rb, rebatch_status status)
+{
+    status = keep_or_undo(rb, status);
+    if (status == REBATCH_OK)
+        succeed(rb);
+    rbi_step_report(rb, status);
+    rbi_step_end(rb);
+    if (rb->launch.user)
+        rb->launch.step_ended(rb->launch.user, &rb->run.report);
+    return status;
+}
+
 rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
                             rebatch_step_report *report)
 {
@@ -263,18 +299,8 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
         rbi_step_report_refused(report, rb, status);
         return status;
     }
-    if (rb->launch.user)
-        rb->launch.step_begins(rb->launch.user, &own, batch, user);
-    rbi_step_begin(rb, &own, batch, user);
-    rbi_resize_begin_step(rb);
-    rb->run.report.micro_before = rbi_micro_size(rb, batch);
-    status = run(rb);
-    if (status == REBATCH_OK)
-        succeed(rb);
-    rbi_step_report(rb, status);
-    rbi_step_end(rb);
-    if (rb->launch.user)
-        rb->launch.step_ended(rb->launch.user, &rb->run.report);
+    rbi_step_open(rb, &own, batch, user);
+    status = rbi_step_close(rb, run(rb));
     if (report)
         *report = rb->run.report;
     return status;

@@ -21,9 +21,10 @@ static rebatch_status admit(rebatch *rb)
     return REBATCH_OOM;
 }
 
-static rebatch_status try_once(rebatch *rb, enum rbi_callback which)
+static rebatch_status begin_once(rebatch *rb, enum rbi_callback which)
 {
     rbi_assert(which == RBI_OPTIMIZER || which == RBI_REDUCE);
+    rb->run.progress.attempt_ns = rbi_now_ns();
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
         status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
@@ -32,38 +33,63 @@ static rebatch_status try_once(rebatch *rb, enum rbi_callback which)
         if (!status)
             status = admit(rb);
     }
-    if (status)
-        return status;
-    status = rbi_callback_run(rb, which, NULL);
-    rb->run.has_reduced = which == RBI_REDUCE && status != REBATCH_OOM;
+    return status ? status : rbi_callback_begin(rb, which, NULL);
+}
+
+static rebatch_status recover(rebatch *rb)
+{
+    const rebatch_phase phase = rb->run.ooms.failure.phase;
+    rebatch_status status = REBATCH_OK; /* torn: nothing can be undone; resize: nothing has to be */
+    if (phase == REBATCH_PHASE_OPTIMIZER || phase == REBATCH_PHASE_REDUCE)
+        status = rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
+    const uint64_t lost_ns = rbi_now_ns() - rb->run.progress.attempt_ns;
+    return status ? status : rbi_fallback_next(rb, &(struct rbi_interrupted){.lost_ns = lost_ns});
+}
+
+/* As rbi_samples_next(), of optimizer_step or reduce: true for the first time, and again after each
+ * OOM that comes before it has begun. */
+static bool next(rebatch *rb, enum rbi_callback which, rebatch_status *status)
+{
+    if (rb->callback.is_running) {
+        *status = rbi_callback_end(rb, *status);
+        rb->run.has_reduced = which == RBI_REDUCE && *status != REBATCH_OOM;
+        if (!*status)
+            return false;
+        if (*status == REBATCH_OOM)
+            *status = recover(rb);
+    }
+    while (!*status) {
+        *status = begin_once(rb, which);
+        if (!*status)
+            return true;
+        if (*status == REBATCH_OOM)
+            *status = recover(rb);
+    }
+    return false;
+}
+
+static rebatch_status run(rebatch *rb, enum rbi_callback which)
+{
+    rebatch_status status = REBATCH_OK;
+    while (next(rb, which, &status))
+        status = rbi_callback_call(rb);
     return status;
 }
 
-/* Runs optimizer_step or reduce, and again after each OOM that comes before it has begun. */
-static rebatch_status run(rebatch *rb, enum rbi_callback which)
+bool rbi_update_next(rebatch *rb, rebatch_status *status)
 {
-    for (;;) {
-        const uint64_t began = rbi_now_ns();
-        rebatch_status status = try_once(rb, which);
-        if (status != REBATCH_OOM)
-            return status;
-        const rebatch_phase phase = rb->run.ooms.failure.phase;
-        if (phase == REBATCH_PHASE_OPTIMIZER || phase == REBATCH_PHASE_REDUCE)
-            status = rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
-        else
-            status = REBATCH_OK; /* torn: nothing can be undone; resize: nothing has to be */
-        if (!status)
-            status =
-                rbi_fallback_next(rb, &(struct rbi_interrupted){.lost_ns = rbi_now_ns() - began});
-        if (status)
-            return status;
-    }
+    if (next(rb, RBI_OPTIMIZER, status))
+        return true;
+    *status = *status ? rbi_vote_owe(rb, *status) : REBATCH_OK;
+    return false;
 }
 
 rebatch_status rbi_update_run(rebatch *rb)
 {
-    const rebatch_status status = run(rb, RBI_OPTIMIZER);
-    return status ? rbi_vote_owe(rb, status) : REBATCH_OK;
+    rebatch_status status = REBATCH_OK;
+    while (rbi_update_next(rb, &status))
+        status = rbi_callback_call(rb);
+    return status;
 }
 
 /* ---- the reduction ---- */

@@ -54,6 +54,17 @@ Test(guide, wrapped_it_computes_what_it_did_before)
     done(&r);
 }
 
+Test(guide, written_in_place_it_computes_what_it_did_before)
+{
+    AUTO_DONE(before) = cli_run_program(program("before"), "");
+    AUTO_DONE(much) = cli_run_program(program("in_place"), "");
+    expect_same_results(&much, before.out, "in place");
+    (void)setenv("REBATCH_MEMORY_LIMIT", "3MiB", 1);
+    AUTO_DONE(little) = cli_run_program(program("in_place"), "");
+    cr_expect(strstr(little.error, "out of memory in forward_backward"), "%s", little.error);
+    expect_same_results(&little, before.out, "in place, in 3 MiB");
+}
+
 /* In the first step, whose update makes the momentum, and in the second. */
 Test(guide, a_request_that_fails_changes_no_bit)
 {
@@ -165,6 +176,93 @@ Test(guide, its_check_ends_the_program_on_another_error, .exit_code = 1)
     codes[2] = CUDA_ERROR_LAUNCH_FAILURE;
     (void)step();
     cr_assert_fail("the program went on");
+}
+
+/* ---- a step written in place ---- */
+
+struct network {
+    int batch, room, inputs, updates;
+    double sum, weight;
+    char *buffer;
+};
+
+static void set_batch_network(struct network *net, int batch)
+{
+    net->batch = batch;
+}
+
+static void resize_network(struct network *net)
+{
+    net->buffer = rebatch_alloc_or_escape(rebatch_get_current(), (size_t)net->batch * KIB(64));
+    net->room = net->batch;
+}
+
+static void get_next_batch(struct network *net, int first)
+{
+    cr_assert_leq(net->batch, net->room);
+    net->inputs = first;
+}
+
+static void forward_network(struct network *net)
+{
+    memset(net->buffer, net->inputs, (size_t)net->batch * KIB(64));
+}
+
+static void backward_network(struct network *net)
+{
+    for (int i = 0; i < net->batch; i++)
+        net->sum += net->inputs + i;
+}
+
+static void update_network(struct network *net)
+{
+    net->weight += net->sum;
+    net->updates++;
+}
+
+/* As the guide shows it. */
+static rebatch_status resize(size_t micro_batch, void *user)
+{
+    struct network *net = user;
+    set_batch_network(net, (int)micro_batch);
+    resize_network(net);
+    return REBATCH_OK;
+}
+
+static rebatch_status train_network(struct network *net, int images)
+{
+    rebatch *rb = rebatch_get_current();
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    ops.resize = resize;
+    REBATCH_STEP_WITH (rb, &ops, images, net, part) {
+        set_batch_network(net, (int)part.count);
+        get_next_batch(net, (int)part.first);
+        forward_network(net);
+        rebatch_mutating(rb);
+        backward_network(net);
+    }
+    REBATCH_UPDATE (rb) {
+        rebatch_mutating(rb);
+        update_network(net);
+    }
+    return rebatch_step_end(rb, NULL);
+}
+
+Test(guide, its_step_in_place_has_buffers_that_fit)
+{
+    struct network net = {0};
+    open_on_host(&gpu, &session, MIB(1), NULL);
+    OK(rebatch_set_current(session));
+    for (int step = 1; step <= 3; step++) {
+        net.sum = 0;
+        OK(train_network(&net, 32));
+        cr_expect_eq(net.sum, 31 * 32 / 2);
+    }
+    cr_expect_eq(net.updates, 3);
+    cr_expect_eq(net.room, 16);
+    rebatch_close(session);
+    rebatch_device_close(gpu);
 }
 
 /* ---- the document ---- */

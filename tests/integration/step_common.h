@@ -107,6 +107,7 @@ struct rig {
     rebatch_device *host, *device; /* the latter is a fault device on the former */
     rebatch *rb;
     rebatch_options options;        /* with which it was opened */
+    bool in_place;                  /* steps are loops here, and nothing is learned */
     bool learned[SCRIPT_CALLBACKS]; /* a callback succeeded that had called rebatch_mutating() */
     struct script script;
     rebatch_step_ops ops;

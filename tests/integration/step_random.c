@@ -108,13 +108,15 @@ static void check_exhausted(const struct rig *rig)
               done);
 }
 
-/* One session in two is mostly short of memory, the other mostly has faults. */
+/* One session in two is mostly short of memory, the other mostly has faults; one in two has its
+ * steps written in place. */
 static void run_session(uint64_t *random, unsigned steps, struct seen *seen)
 {
     const bool short_of_memory = one_in(random, 2);
     const rebatch_options options = random_options(random);
     OPEN(rig, rig, MIB(40), &options);
     random_script(&rig, random);
+    rig.in_place = one_in(random, 2);
     while (steps--) {
         if (one_in(random, short_of_memory ? 2 : 20))
             rig_set_capacity(&rig, MIB(1) + below(random, one_in(random, 2) ? MIB(40) : MIB(10)));

@@ -190,7 +190,7 @@ static void follow(struct order *order, struct rig *rig, const struct script_cal
             order->next = SCRIPT_CALLBACKS;
     }
     if (call->answer == REBATCH_OK && call->mutated)
-        rig->learned[call->callback] = true;
+        rig->learned[call->callback] = !rig->in_place;
 }
 
 static const struct script_call *last_call(const struct script *s, bool lighten_too)
@@ -286,6 +286,30 @@ static void check_report(const struct rig *rig, rebatch_status status)
     cr_assert_eq(report->lighten_level, rig->script.level);
 }
 
+/* The same in a loop. A block that leaves by rebatch_escape() comes back to its head. */
+static rebatch_status step_in_place(struct rig *rig, size_t batch)
+{
+    rebatch *const rb = rig->rb;
+    rebatch_step_ops ops = rig->ops;
+    const rebatch_microbatch *mb;
+    rebatch_status volatile status;
+    jmp_buf way_out;
+    ops.forward_backward = NULL;
+    ops.optimizer_step = NULL;
+    status = rebatch_step_begin(rb, &ops, batch, &rig->script);
+    while ((mb = rebatch_step_next(rb, status))) {
+        rebatch_escape_to(rb, &way_out);
+        if (!setjmp(way_out))
+            status = rig->ops.forward_backward(mb, &rig->script);
+    }
+    while (rebatch_step_updates(rb, status)) {
+        rebatch_escape_to(rb, &way_out);
+        if (!setjmp(way_out))
+            status = rig->ops.optimizer_step(&rig->script);
+    }
+    return rebatch_step_end(rb, &rig->report);
+}
+
 rebatch_status rig_step(struct rig *rig, size_t batch)
 {
     struct script *s = &rig->script;
@@ -310,7 +334,9 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
     const size_t micro = rebatch_get_micro(rig->rb, longest);
     const unsigned level = s->level;
 
-    const rebatch_status status = rebatch_step(rig->rb, &rig->ops, batch, s, &rig->report);
+    const rebatch_status status = rig->in_place
+                                      ? step_in_place(rig, batch)
+                                      : rebatch_step(rig->rb, &rig->ops, batch, s, &rig->report);
     check_report(rig, status);
     check_order(rig, status);
     cr_assert_eq(rig->report.step, rig->steps);

@@ -780,6 +780,33 @@ Test(wrap, another_exception_leaves_the_step_and_the_session_goes_on)
     cr_assert_eq(t.parameter, sum_to(4));
 }
 
+Test(wrap, a_step_written_in_place_in_cpp_recovers)
+{
+    rebatch_step_report report;
+    struct wrap_trainer t = {.sample_bytes = MIB(4), .fail_updates = 0};
+    AUTO_CLOSE(rig, rig) = rig_open();
+    cr_assert_eq(wrap_trainer_step_in_place(&t, 32, &report), cudaSuccess);
+    cr_expect_eq(t.parameter, sum_to(32));
+    cr_expect_gt(report.ooms, 0);
+    cr_expect_eq(t.updates, 1);
+    cr_expect_eq(live_bytes_of(rig.rb), 0);
+    t.fail_updates = 1;
+    cr_expect_eq(wrap_trainer_step_in_place(&t, 32, &report), cudaErrorMemoryAllocation);
+    cr_expect(report.torn);
+}
+
+Test(wrap, an_exception_that_leaves_a_block_ends_its_step)
+{
+    struct wrap_trainer t = {.sample_bytes = MIB(1)};
+    AUTO_CLOSE(rig, rig) = rig_open();
+    cr_assert(wrap_trainer_throws_out_of_a_block(&t));
+    SAYS("step 0: a block was left by break, return, goto or an exception");
+    cr_expect_eq(t.objects, 0);
+    cr_expect_eq(live_bytes_of(rig.rb), 0);
+    cr_expect_eq(wrap_trainer_step_in_place(&t, 4, NULL), cudaSuccess);
+    cr_expect_eq(t.parameter, sum_to(4));
+}
+
 /* ---- checks ---- */
 
 static void check_with_resize(void *user)

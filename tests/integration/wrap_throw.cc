@@ -69,6 +69,19 @@ int wrap_trainer_throws_another(wrap_trainer *t)
     return 0;
 }
 
+int wrap_trainer_throws_out_of_a_block(wrap_trainer *t)
+{
+    try {
+        REBATCH_STEP (rebatch_get_current(), 4, part, 0) {
+            const buffer own(t, part.count * t->sample_bytes);
+            throw std::runtime_error("no more data");
+        }
+    } catch (const std::runtime_error &) {
+        return 1;
+    }
+    return 0;
+}
+
 enum late { LATE_OUT_OF_MEMORY = 2 }; /* of a header that comes after wrap.h */
 
 template <class Code, class = void> struct compiles : std::false_type {

@@ -137,6 +137,21 @@ cudaError_t wrap_trainer_step_of_sums(wrap_trainer *trainer, size_t batch, size_
                              largest);
 }
 
+cudaError_t wrap_trainer_step_in_place(wrap_trainer *trainer, size_t batch,
+                                       rebatch_step_report *report)
+{
+    rebatch *const rb = rebatch_get_current();
+    t = trainer;
+    REBATCH_STEP (rb, batch, part, REBATCH_DECLARES_MUTATION) {
+        if (part.first == 0)
+            zero_gradients();
+        train_on((int)part.first, (int)part.count);
+    }
+    REBATCH_UPDATE (rb)
+        update();
+    return rebatch_wrap_code(rebatch_step_end(rb, report));
+}
+
 /* ---- evaluation ---- */
 
 static void evaluate_in_buffer(int first, int count)

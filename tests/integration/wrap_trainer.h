@@ -40,6 +40,10 @@ cudaError_t wrap_trainer_step(struct wrap_trainer *trainer, size_t batch, uint32
 cudaError_t wrap_trainer_step_by_lambdas(struct wrap_trainer *trainer, size_t batch, uint32_t flags,
                                          rebatch_step_report *report);
 
+/* One that is written in place. */
+cudaError_t wrap_trainer_step_in_place(struct wrap_trainer *trainer, size_t batch,
+                                       rebatch_step_report *report);
+
 /* A step without zero_grad, whose program clears its sum before it, and which allocates when it has
  * added; `largest` samples at once. */
 cudaError_t wrap_trainer_step_of_sums(struct wrap_trainer *trainer, size_t batch, size_t largest,
@@ -65,6 +69,8 @@ cudaError_t wrap_trainer_step_of_objects(struct wrap_trainer *trainer, size_t ba
                                          rebatch_step_report *report);
 /* Whether an exception of the program's own leaves rebatch_wrap_step(). */
 int wrap_trainer_throws_another(struct wrap_trainer *trainer);
+/* Whether it leaves the block of a step that is written in place. */
+int wrap_trainer_throws_out_of_a_block(struct wrap_trainer *trainer);
 /* Whether a check by rebatch_wrap_throw_on_oom() lets a map recover. */
 int wrap_trainer_own_check_throws(struct wrap_trainer *trainer);
 
