@@ -3,7 +3,9 @@ before any update, where the program can mend it."""
 
 import functools
 import inspect
+import linecache
 import re
+import types
 import warnings
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import rebatch.torch as rebatch
 from rebatch._user_code import user_stacklevel
 from rebatch.testing import fail_once
+from rebatch.torch.program.left_backward import add_sentence
 from models import make, regression_loss, same_bits, state_of
 
 
@@ -241,6 +244,49 @@ def test_a_backward_of_another_loss_is_the_loops_own():
         loss.backward()
         if not loss.requires_grad:
             loss.backward()
+
+
+def in_a_branch(loss, is_first):
+    if is_first:
+        loss.backward()
+
+
+def in_a_scaler(loss, _):
+    Accelerator().backward(loss)
+
+
+def of_a_part(loss, number):
+    torch.autograd.backward(loss / (number + 4))
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
+@pytest.mark.parametrize("left", (in_a_branch, in_a_scaler, of_a_part))
+def test_a_backward_that_is_left_elsewhere_is_named(left):
+    step, _, batch = a_step(regression_loss)
+    loss = step(batch)
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        left(loss, True)
+    said = re.search(r"where (.*):(\d+) calls backward\(\)", caught.value.__notes__[0])
+    assert "backward(" in linecache.getline(said[1], int(said[2]))
+    assert said[1].endswith("test_mistakes.py") and "without this line" in said.string
+
+
+def test_an_error_within_loss_fn_is_no_backward_that_is_left():
+    def of_a_constant(model, samples):
+        torch.ones(()).backward()
+
+    step, _, batch = a_step(regression_loss)
+    step(batch)
+    step.loss_fn = of_a_constant
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        step(batch)
+    assert not any("that loss" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_without_notes_an_exception_has_the_sentence_in_its_text():
+    error = types.SimpleNamespace(args=("what PyTorch says", 1))  # as of Python 3.10
+    add_sentence(error, "rebatch: a sentence")
+    assert error.args == ("what PyTorch says\nrebatch: a sentence", 1)
 
 
 def clip_norm(model, scaler, optimizer):

@@ -28,6 +28,7 @@ from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.check.findings import Check
 from rebatch.torch.core.check_and_exit import fit_if_asked
 from rebatch.torch.core.training import training_of
+from rebatch.torch.program.left_backward import explain_left_backward
 from rebatch.torch.program.mistakes import (
     check_loss_fn,
     refuse_backward,
@@ -235,6 +236,7 @@ class Backward:
             batch = Batches.of(batches)
         if not self._training.report.samples:  # the first batch
             refuse_backward(sys._getframe(1), self._training.program.update.is_of_program)
+            explain_left_backward()
         return self._training.run(batch)
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:

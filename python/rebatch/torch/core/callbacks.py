@@ -16,6 +16,7 @@ from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.core.rehearsal import rehearse
 from rebatch.torch.program.gradients import Accumulators
+from rebatch.torch.program.left_backward import add_sentence
 from rebatch.torch.program.mistakes import hooked, refuse_graphs, refuse_stepped
 from rebatch.torch.program.program import Running, listed
 from rebatch.torch.saving.levels import Rungs
@@ -364,8 +365,8 @@ class Callbacks:
                 f"rebatch: this is the micro-batch of samples {first}-{first + count - 1} of "
                 f"{running.samples}, which is cut {running.program.cut.described(batch)}"
             )
-        if note and hasattr(error, "add_note"):  # of Python 3.11
-            error.add_note(note)
+        if note:
+            add_sentence(error, note)
 
     def _pass(self, first: int, count: int, is_launching: bool) -> Tuple[torch.Tensor, Any]:
         """Forward and backward. Returns the micro-batch's part of the loss, and what was beside

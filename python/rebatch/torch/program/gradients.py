@@ -133,7 +133,7 @@ class Accumulators:
         """Put the sums into .grad, where an optimizer finds them, or autograd, which adds. Those of
         a whole batch are there."""
         if not self._has_earlier:
-            have_graph = any([gradient.requires_grad for _, gradient in self._earlier])
+            have_graph = any(gradient.requires_grad for _, gradient in self._earlier)
             with torch.set_grad_enabled(have_graph):  # the sums then have it too
                 self._add_earlier(is_added_to)
         for p, total, has_sum in zip(self._parameters, self._sums, self._has_sum):
