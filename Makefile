@@ -90,7 +90,7 @@ test-wheel: ## what FRONTS=all built, beside three versions of PyTorch, which it
 
 lint: ## format, banned calls, include order, headers alone, what the contract names
 	@PYTHON=$(PYTHON) scripts/install-deps build lint python
-	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)
+	@PYTHON=$(PYTHON) scripts/python-env --tools build/python
 	@scripts/lint
 
 docs: ## the site with the APIs in build/docs/html; checks its links and the man pages

@@ -151,15 +151,20 @@ TESTED_PROGRAMS := $(COMMAND) $(REPLAY) $(GPT) $(DEMO) $(MINIMAL) $(EXAMPLES) $(
 TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_REPLAY=$(REPLAY) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
     REBATCH_LOG_LEVEL=quiet
 
-TEST_FLAGS =
+# But the programs of others' shape, a third of its time.
+NIGHT_SUITES := wrap_darknet|wrap_llm
+TEST_FLAGS = --filter '!($(NIGHT_SUITES))/*'
 STRIDE = $(if $(SAN)$(CHECK),11,5)
-test: ## every test (SAN=address,undefined for sanitizers, CHECK=1 for the pool's state)
+test: ## the tests of the library (SAN=address,undefined for sanitizers, CHECK=1 for the pool's state)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
 	@scripts/arrows $(BUILD)
 	$(if $(SAN),@scripts/test-run-checked $(CC) $(SANITIZE))
 	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(STRIDE) scripts/show-tests $(BUILD)/tests.log \
 	    $(if $(SAN),scripts/run-checked sanitizers) $(TESTS) $(TEST_FLAGS)
+
+test-wrapped-trainers: ## trainers of the shape of llm.c and darknet, before and after rebatch
+	@$(MAKE) -s --no-print-directory test TEST_FLAGS="--filter '@($(NIGHT_SUITES))/*'"
 
 # What the tests run, and with which variables, for scripts/mutants.
 test-programs: $(TESTS) $(TESTED_PROGRAMS)
@@ -261,11 +266,24 @@ test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_T
 PYTHON = python3
 TORCH =
 PYTEST_FLAGS =
-test-python: ## the Python package, with PyTorch on a stand-in for CUDA (TORCH=2.15.0)
-	@PYTHON=$(PYTHON) scripts/install-deps python
-	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)
-	@FLAGS='$(PYTEST_FLAGS)' scripts/test-python build/python
+# With PyTorch's build of another index, such as one without CUDA, those that need CUDA have another environment.
+PYTHON_ENV := build/python
+CUDA_ENV := $(PYTHON_ENV)$(if $(TORCH_INDEX_URL),-cuda)
+# python_tests WHICH FOLDER [VARIABLE...]
+define python_tests
+@PYTHON=$(PYTHON) scripts/install-deps python
+@PYTHON=$(PYTHON) $(3) scripts/python-env $(2) $(TORCH)
+@FLAGS='$(PYTEST_FLAGS)' scripts/test-python --$(1) $(2)
+endef
+test-python: ## the Python package without CUDA (TORCH=2.15.0; TORCH_INDEX_URL: of PyTorch without CUDA)
+	$(call python_tests,short,$(PYTHON_ENV))
 	$(SUBMAKE) test-libtorch
+
+test-python-night: ## its longer tests without CUDA
+	$(call python_tests,night,$(CUDA_ENV),TORCH_INDEX_URL=)
+
+test-python-standin: ## its tests of CUDA, with PyTorch on a stand-in for CUDA
+	$(call python_tests,standin,$(CUDA_ENV),TORCH_INDEX_URL=)
 
 # LibTorch is that of the package, and looked for where it is asked for.
 LIBTORCH = $(shell build/python/venv/bin/python -c 'import torch; print(*torch.__path__)' 2>/dev/null)
@@ -289,6 +307,12 @@ test-valgrind: ## every test under valgrind
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
 	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=40 \
 	    scripts/run-checked valgrind $(TESTS) $(TEST_FLAGS)
+
+test-change: ## what a change needs: lint, test, test-python, the tests under sanitizers
+	@.ci/run change
+
+test-night: ## the rest that needs no GPU; .ci/run runs what a change needs and a part of it
+	@.ci/run night
 
 test-install: ## install into a temporary folder and build examples/minimal.c against that
 	@scripts/install-deps build install

@@ -71,7 +71,7 @@ STANDIN = load_standin()
 
 def pytest_configure(config):
     if not torch.cuda.is_available():
-        raise pytest.UsageError("tests/python/cuda need a GPU or the stand-in (make test-python)")
+        raise pytest.UsageError("tests/python/cuda need a GPU, or make test-python-standin")
 
 
 def pytest_runtest_setup(item):

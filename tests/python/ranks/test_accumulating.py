@@ -30,7 +30,9 @@ def test_a_rank_within_no_sync_waits_for_no_other():
 
 
 @pytest.mark.parametrize("is_on_all", (False, True))
-@pytest.mark.parametrize("gradients, stride", [("fresh", 5), ("inplace", 9)])
+@pytest.mark.parametrize(
+    "gradients, stride", [pytest.param("fresh", 5, marks=pytest.mark.night), ("inplace", 9)]
+)
 def test_an_oom_at_every_operation_changes_no_bit(is_on_all, gradients, stride):
     for found in run("ooms_everywhere", is_on_all, gradients, stride):
         assert found["wrong"] == found["errors"] == [] and found["torn"] == 0

@@ -30,10 +30,10 @@ def test_a_step_is_that_of_ddp(kind, options, step_options):
 @pytest.mark.parametrize(
     "kind, gradients, stride",
     [
-        ("mlp", "fresh", 3),
+        pytest.param("mlp", "fresh", 3, marks=pytest.mark.night),
         ("mlp", "inplace", 7),
-        ("conv", "fresh", 11),
-        ("gpt", "fresh", 19),
+        pytest.param("conv", "fresh", 11, marks=pytest.mark.night),
+        pytest.param("gpt", "fresh", 19, marks=pytest.mark.night),
     ],
 )
 def test_an_oom_at_every_operation_changes_no_bit(kind, is_on_all, gradients, stride):

@@ -47,7 +47,7 @@ def test_a_step_with_replicas_is_that_of_one_process(is_low):
 
 
 @pytest.mark.parametrize("is_on_all, is_low", [(False, False), (True, True)])
-@pytest.mark.parametrize("failing_step", (0, 1))
+@pytest.mark.parametrize("failing_step", (pytest.param(0, marks=pytest.mark.night), 1))
 def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_step):
     found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1 + failing_step, 19)
     for its in found:
@@ -58,6 +58,7 @@ def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_ste
     assert (found[0]["recovered"] > 0) == is_on_all
 
 
+@pytest.mark.night
 @four_ranks
 @pytest.mark.parametrize("is_on_all, is_low, failing_step", [(False, False, 1), (True, True, 0)])
 def test_an_oom_at_every_operation_with_replicas_changes_no_bit(is_on_all, is_low, failing_step):
@@ -69,6 +70,7 @@ def test_an_oom_at_every_operation_with_replicas_changes_no_bit(is_on_all, is_lo
     assert [its["recovered"] > 0 for its in found] == [is_on_all, True, is_on_all, is_on_all]
 
 
+@pytest.mark.night
 def test_an_oom_where_a_sample_joins_its_neighbour_for_batch_norm_changes_no_bit():
     for its in run("pairs", 31):
         assert its["wrong"] == its["errors"] == []
@@ -138,7 +140,9 @@ def test_sharded_parameters_that_loss_fn_changes_are_named_and_then_put_back(is_
         assert told["same"] and told["has_repeated"]
 
 
-@pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
+@pytest.mark.parametrize(
+    "is_on_all, failing_step", [(False, 1), pytest.param(True, 3, marks=pytest.mark.night)]
+)
 def test_an_oom_at_every_operation_of_a_change_changes_no_bit(is_on_all, failing_step):
     for its in run("ooms_at_changes", is_on_all, failing_step, 19):
         assert its["wrong"] == its["errors"] == []
@@ -152,6 +156,7 @@ def test_and_so_with_replicas():
         assert "rank 1 ran out of memory beside the whole parameters" in one["said"][0]
 
 
+@pytest.mark.night
 @four_ranks
 @pytest.mark.parametrize("is_on_all, failing_step", [(False, 1), (True, 3)])
 def test_an_oom_at_every_operation_of_a_change_with_replicas_changes_no_bit(

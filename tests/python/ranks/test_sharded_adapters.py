@@ -24,6 +24,7 @@ def test_a_norm_is_that_of_all_batches_unless_gradients_were_changed():
         assert set(found["after ooms"]) == {0.1}
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("window, failing_update", [(None, 1), (False, 0)])
 def test_an_oom_of_one_rank_at_many_operations_changes_no_bit(window, failing_update):
     found = run("ooms_everywhere", window, failing_update, 29)

@@ -46,7 +46,7 @@ def test_replicas_of_sharded_models(is_low):
 
 
 @pytest.mark.parametrize("is_on_all", (False, True))
-@pytest.mark.parametrize("is_low", (False, True))
+@pytest.mark.parametrize("is_low", (False, pytest.param(True, marks=pytest.mark.night)))
 def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low):
     for found in run("ooms_everywhere", is_on_all, is_low, 5):
         assert found["wrong"] == found["errors"] == []
@@ -54,6 +54,7 @@ def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low):
         assert 0 < found["torn"] < found["count"] / 4
 
 
+@pytest.mark.night
 @pytest.mark.skipif("pair.lacks(4)", reason="needs four GPUs")
 @pytest.mark.parametrize("is_on_all, is_low", [(False, False), (True, True)])
 def test_an_oom_at_every_operation_with_replicas_changes_no_bit(is_on_all, is_low):
