@@ -7,20 +7,19 @@
 /* Zero bytes are no failure: OK and NULL, and nothing is counted. */
 Test(pool_alloc, zero_bytes_are_ok_and_null)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     void *pointer = &rig;
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 0, NULL, 0), REBATCH_OK);
     cr_assert_null(pointer);
     give(rig.pool, NULL);
     cr_assert_eq(stats_of(rig.pool).allocations, 0);
     cr_assert_eq(stats_of(rig.pool).frees, 0);
-    rig_close(&rig);
 }
 
 /* A pointer is a multiple of 256, a block a multiple of 512 bytes. */
 Test(pool_alloc, blocks_are_aligned_and_rounded_up)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     static const size_t sizes[] = {1, 511, 512, 513, 1024, 65535, 65536, 65537, 300001};
     uint64_t live = 0;
     uint64_t requested = 0;
@@ -37,13 +36,12 @@ Test(pool_alloc, blocks_are_aligned_and_rounded_up)
     }
     cr_assert_eq(stats_of(rig.pool).live_bytes, live);
     cr_assert_eq(stats_of(rig.pool).requested_bytes, requested);
-    rig_close(&rig);
 }
 
 /* Missing arguments are refused with a text, and outputs are cleared. */
 Test(pool_alloc, missing_arguments_are_refused)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     void *pointer = &rig;
     size_t bytes = 1;
     rebatch_pool *pool = rig.pool;
@@ -72,13 +70,12 @@ Test(pool_alloc, missing_arguments_are_refused)
     cr_assert_null(rebatch_pool_device(NULL));
     cr_assert_eq(rebatch_pool_device(rig.pool), rig.device);
     rebatch_pool_destroy(NULL);
-    rig_close(&rig);
 }
 
 /* Options out of range, and options of a newer header that are not zero, are refused. */
 Test(pool_alloc, wrong_options_are_refused)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     rebatch_pool *pool;
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_permille = 1001;
@@ -98,13 +95,12 @@ Test(pool_alloc, wrong_options_are_refused)
     assert_refused(rebatch_pool_create(&pool, rig.device, &longer.known), REBATCH_E_INVALID,
                    "not zero");
     cr_assert_null(pool);
-    rig_close(&rig);
 }
 
 /* Sizes with which no request could ever be served, or that could never be had, are refused. */
 Test(pool_alloc, sizes_that_can_never_work_are_refused)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     rebatch_pool *pool;
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_bytes = PAGE - 1;
@@ -120,13 +116,12 @@ Test(pool_alloc, sizes_that_can_never_work_are_refused)
     options.headroom_bytes = 16 * PAGE;
     cr_assert_eq(rebatch_pool_create(&pool, rig.device, &options), REBATCH_OK);
     rebatch_pool_destroy(pool);
-    rig_close(&rig);
 }
 
 /* A size whose rounding overflows is invalid, for allocate, reserve and admit. */
 Test(pool_alloc, a_size_that_cannot_be_rounded_is_invalid)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     static const size_t sizes[] = {SIZE_MAX, SIZE_MAX - 510, SIZE_MAX - 511, SIZE_MAX - 65534};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         void *pointer = &rig;
@@ -140,7 +135,6 @@ Test(pool_alloc, a_size_that_cannot_be_rounded_is_invalid)
     void *pointer;
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, SIZE_MAX - 65535, NULL, 0), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
-    rig_close(&rig);
 }
 
 /* A pointer that is not the start of a block in use is refused, and the text says why. */
@@ -171,7 +165,7 @@ Test(pool_alloc, a_wrong_pointer_is_refused_with_the_reason)
 /* A stream that the device does not have, or no longer has, is refused. */
 Test(pool_alloc, a_stream_that_is_not_the_devices_is_refused)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     rebatch_stream stream;
     cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
     void *pointer = take_on(rig.pool, 1, stream);
@@ -184,30 +178,27 @@ Test(pool_alloc, a_stream_that_is_not_the_devices_is_refused)
     assert_refused(rbi_pool_admit(rig.pool, 1, stream), REBATCH_E_INVALID, "stream is");
     pointer = take(rig.pool, 1);
     assert_refused(rebatch_pool_use_on(rig.pool, pointer, stream), REBATCH_E_INVALID, "stream is");
-    rig_close(&rig);
 }
 
 /* A tag that was not made is refused. */
 Test(pool_alloc, an_unknown_tag_is_refused)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     void *pointer = &rig;
     assert_refused(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 1), REBATCH_E_INVALID,
                    "tag is 1");
     cr_assert_null(pointer);
-    rig_close(&rig);
 }
 
 /* A freed block is given out again without a call to the device. */
 Test(pool_alloc, a_freed_block_is_given_out_again)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *first = take(rig.pool, 100 * KIB);
     give(rig.pool, first);
     const uint64_t calls = stats_of(rig.pool).device_allocations;
     cr_assert_eq(take(rig.pool, 100 * KIB), first);
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
-    rig_close(&rig);
 }
 
 /* Just above the sizes that are kept unmerged. */
@@ -216,7 +207,7 @@ Test(pool_alloc, a_freed_block_is_given_out_again)
 /* The smallest hole that fits is taken, of equal ones that of the lowest address. */
 Test(pool_alloc, the_best_fit_is_taken_and_ties_go_to_the_lowest_address)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     static const size_t units[] = {8, 1, 5, 1, 6, 1, 5, 1, 7, 1};
     char *blocks[10];
     char *all = take(rig.pool, 36 * STEP); /* so that the blocks lie one behind the other */
@@ -231,14 +222,13 @@ Test(pool_alloc, the_best_fit_is_taken_and_ties_go_to_the_lowest_address)
     cr_assert_eq(take(rig.pool, 8 * STEP), blocks[0]);
     cr_assert_eq(take(rig.pool, 2 * STEP), blocks[8]);
     assert_valid(rig.pool);
-    rig_close(&rig);
 }
 
 /* Free blocks of small sizes are not merged as long as they are few, and are all the same there
  * for a request that nothing else serves: no memory is taken meanwhile. */
 Test(pool_alloc, small_blocks_are_kept_unmerged_until_they_are_needed)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     void *blocks[32];
     for (int i = 0; i < 32; i++)
         blocks[i] = take(rig.pool, 32 * KIB);
@@ -249,14 +239,13 @@ Test(pool_alloc, small_blocks_are_kept_unmerged_until_they_are_needed)
     const uint64_t calls = stats_of(rig.pool).device_allocations;
     give(rig.pool, take(rig.pool, 16 * PAGE));
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
-    rig_close(&rig);
 }
 
 /* What is kept so is bounded in bytes; beyond that blocks are merged as they are freed. */
 Test(pool_alloc, small_blocks_that_are_kept_unmerged_are_bounded_in_bytes)
 {
     enum { BLOCKS = 2 * (RBI_POOL_SMALL_MOST / (32 * 1024)) };
-    struct rig rig = rig_open(2 * BLOCKS, NULL);
+    AUTO_RIG rig = rig_open(2 * BLOCKS, NULL);
     static void *blocks[BLOCKS];
     for (int i = 0; i < BLOCKS; i++)
         blocks[i] = take(rig.pool, 32 * KIB);
@@ -266,14 +255,13 @@ Test(pool_alloc, small_blocks_that_are_kept_unmerged_are_bounded_in_bytes)
     }
     cr_assert_eq(rig.pool->first_stream->lists.small_bytes, RBI_POOL_SMALL_MOST);
     assert_valid(rig.pool);
-    rig_close(&rig);
 }
 
 /* Of equal holes in two segments that of the older segment is taken, wherever the device put
  * them. */
 Test(pool_alloc, ties_between_segments_go_to_the_older_one)
 {
-    struct rig rig = rig_open_plain(64, NULL);
+    AUTO_RIG rig = rig_open_plain(64, NULL);
     void *blocks[6];
     for (int i = 0; i < 6; i++)
         blocks[i] = take(rig.pool, 2 * PAGE);
@@ -282,7 +270,6 @@ Test(pool_alloc, ties_between_segments_go_to_the_older_one)
     merge_freed(rig.pool);
     for (int i = 0; i < 6; i++)
         cr_assert_eq(take(rig.pool, 2 * PAGE), blocks[i]);
-    rig_close(&rig);
 }
 
 /* Free neighbours become one block at once, whatever the order of the frees. */
@@ -290,7 +277,7 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
 {
     static const int orders[6][3] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2},
                                      {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
-    struct rig rig = rig_open_plain(64, NULL);
+    AUTO_RIG rig = rig_open_plain(64, NULL);
     for (int o = 0; o < 6; o++) {
         char *wall = take(rig.pool, UNIT);
         void *blocks[3];
@@ -309,7 +296,6 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
         merge_freed(rig.pool);
     }
     cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
-    rig_close(&rig);
 }
 
 /* Without virtual memory reserved stays close to live: small requests share a segment of four
@@ -317,7 +303,7 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
  * do. */
 Test(pool_alloc, segments_are_as_large_as_needed)
 {
-    struct rig rig = rig_open_plain(9, NULL);
+    AUTO_RIG rig = rig_open_plain(9, NULL);
     void *small = take(rig.pool, 1);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * PAGE);
     void *more = take(rig.pool, 10 * KIB);
@@ -329,14 +315,13 @@ Test(pool_alloc, segments_are_as_large_as_needed)
     void *last = take(rig.pool, PAGE - 1);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 9 * PAGE);
     (void)small, (void)more, (void)large, (void)last;
-    rig_close(&rig);
 }
 
 /* What is much smaller than what the pool holds shares a segment of a 16th of it: a training that
  * needs many pieces of a few pages holds little beyond its peak. */
 Test(pool_alloc, segments_grow_with_what_the_pool_holds)
 {
-    struct rig rig = rig_open_plain(200, NULL);
+    AUTO_RIG rig = rig_open_plain(200, NULL);
     void *held = take(rig.pool, 128 * PAGE);
     void *alone = take(rig.pool, 4 * PAGE);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 132 * PAGE, "half of a 16th");
@@ -345,7 +330,6 @@ Test(pool_alloc, segments_grow_with_what_the_pool_holds)
     void *second = take(rig.pool, 5 * PAGE);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 140 * PAGE, "it lies in the same segment");
     (void)held, (void)alone, (void)first, (void)second;
-    rig_close(&rig);
 }
 
 /* A request beyond the limit never reaches the device; one up to it is served. */
@@ -353,14 +337,13 @@ Test(pool_alloc, a_request_beyond_the_limit_never_reaches_the_device)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_bytes = 8 * PAGE;
-    struct rig rig = rig_open(64, &options);
+    AUTO_RIG rig = rig_open(64, &options);
     void *pointer;
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 8 * PAGE + 1, NULL, 0), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
     pointer = take(rig.pool, 8 * PAGE);
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 0), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
-    rig_close(&rig);
 }
 
 /* A share of the device is a limit too, and of two limits the smaller one holds. */
@@ -375,13 +358,12 @@ Test(pool_alloc, the_smaller_of_both_limits_holds)
         rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
         options.limit_bytes = cases[i].pages * PAGE;
         options.limit_permille = cases[i].permille;
-        struct rig rig = rig_open(64, &options);
+        AUTO_RIG rig = rig_open(64, &options);
         void *pointer;
         cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * PAGE + 1, NULL, 0),
                      REBATCH_OOM);
         cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * PAGE, NULL, 0),
                      REBATCH_OK);
-        rig_close(&rig);
     }
 }
 
@@ -390,21 +372,20 @@ Test(pool_alloc, the_headroom_stays_free)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.headroom_bytes = 4 * PAGE - 1; /* which leaves no part of a page either */
-    struct rig rig = rig_open(16, &options);
+    AUTO_RIG rig = rig_open(16, &options);
     void *pointer;
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 13 * PAGE, NULL, 0), REBATCH_OOM);
     pointer = take(rig.pool, 12 * PAGE);
     size_t bytes;
     cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
     cr_assert_eq(bytes, 0);
-    rig_close(&rig);
 }
 
 /* Trim gives whole free segments back until no more than asked are left, and no more than
  * needed. */
 Test(pool_alloc, trim_gives_back_what_is_beyond_the_rest_to_keep)
 {
-    struct rig rig = rig_open_plain(64, NULL);
+    AUTO_RIG rig = rig_open_plain(64, NULL);
     void *blocks[4];
     for (size_t i = 0; i < 4; i++)
         blocks[i] = take(rig.pool, (i + 2) * PAGE); /* 2, 3, 4, 5 */
@@ -421,7 +402,6 @@ Test(pool_alloc, trim_gives_back_what_is_beyond_the_rest_to_keep)
     cr_assert_eq(stats_of(rig.pool).trims, 2);
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).trims, 2);
-    rig_close(&rig);
 }
 
 /* A limit below what is reserved trims what it can, and holds from then on; 0 takes it away. */
@@ -429,7 +409,7 @@ Test(pool_alloc, a_lower_limit_trims)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_permille = 500;
-    struct rig rig = rig_open(64, &options);
+    AUTO_RIG rig = rig_open(64, &options);
     void *live = take(rig.pool, 4 * PAGE);
     void *cached = take(rig.pool, 8 * PAGE);
     give(rig.pool, cached);
@@ -440,7 +420,6 @@ Test(pool_alloc, a_lower_limit_trims)
     cr_assert_eq(rebatch_pool_set_limit(rig.pool, 0), REBATCH_OK);
     pointer = take(rig.pool, 60 * PAGE);
     give(rig.pool, live);
-    rig_close(&rig);
 }
 
 /* Frees in any manner: one by one, by a commit, by a rollback. */
@@ -486,14 +465,13 @@ Test(pool_alloc, a_lower_limit_applies_to_memory_in_use_when_it_is_freed)
 /* What was promised is there, whatever is freed under a lower limit. */
 Test(pool_alloc, a_lower_limit_leaves_what_is_reserved)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *live = take(rig.pool, 8 * PAGE);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 4 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_set_limit(rig.pool, PAGE), REBATCH_OK);
     give(rig.pool, live);
     give(rig.pool, take(rig.pool, 4 * PAGE));
     cr_expect_eq(stats_of(rig.pool).reserved_bytes, PAGE);
-    rig_close(&rig);
 }
 
 /* What is available: free blocks, and the room within limit and headroom. */
@@ -529,7 +507,7 @@ Test(pool_alloc, with_caching_off_nothing_is_kept)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
-    struct rig rig = rig_open(64, &options);
+    AUTO_RIG rig = rig_open(64, &options);
     rebatch_tag tag;
     cr_assert_not(rbi_pool_is_caching(rig.pool));
     cr_assert_eq(rebatch_pool_tag(&tag, rig.pool, "weights"), REBATCH_OK);
@@ -553,7 +531,6 @@ Test(pool_alloc, with_caching_off_nothing_is_kept)
     give(rig.pool, old);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
     cr_assert_eq(stats_of(rig.pool).late_frees, 1);
-    rig_close(&rig);
 }
 
 /* Destroying gives everything back, blocks in use and open scopes included, and leaks nothing. */
@@ -600,7 +577,7 @@ static void one_round(rebatch_pool *pool, bool commit)
 /* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call. */
 Test(pool_alloc, warm_calls_make_no_heap_call)
 {
-    struct rig rig = rig_open(512, NULL);
+    AUTO_RIG rig = rig_open(512, NULL);
     for (int i = 0; i < 40; i++)
         one_round(rig.pool, i % 2);
     const uint64_t calls = rbi_heap_calls();
@@ -608,7 +585,6 @@ Test(pool_alloc, warm_calls_make_no_heap_call)
         one_round(rig.pool, i % 2);
     cr_assert_eq(rbi_heap_calls(), calls);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
 }
 
 /* Where a pointer lies: its segment's number, and how far in. */
@@ -669,7 +645,7 @@ Test(pool_alloc, a_trim_leaves_what_it_is_told_to)
 {
     enum { LARGE = 512, SMALL = 40 };
     for (size_t keep = 0; keep <= LARGE + SMALL; keep += 7) {
-        struct rig rig = rig_open(1024, NULL);
+        AUTO_RIG rig = rig_open(1024, NULL);
         void *blocks[SMALL + 1];
         for (size_t i = 0; i < SMALL; i++)
             blocks[i] = take(rig.pool, PAGE);
@@ -682,7 +658,6 @@ Test(pool_alloc, a_trim_leaves_what_it_is_told_to)
         const uint64_t left = stats_of(rig.pool).reserved_bytes;
         cr_assert_eq(released, before - left);
         cr_assert_eq(left, keep * PAGE, "%zu pages of %zu", (size_t)(left / PAGE), keep);
-        rig_close(&rig);
     }
 }
 
@@ -709,7 +684,7 @@ static void *churn(void *argument)
 /* Several threads may allocate and free at once. */
 Test(pool_alloc, threads_may_share_a_pool)
 {
-    struct rig rig = rig_open(256, NULL);
+    AUTO_RIG rig = rig_open(256, NULL);
     pthread_t threads[4];
     for (int i = 0; i < 4; i++)
         cr_assert_eq(pthread_create(&threads[i], NULL, churn, rig.pool), 0);
@@ -720,5 +695,4 @@ Test(pool_alloc, threads_may_share_a_pool)
     }
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
     cr_assert_eq(stats_of(rig.pool).allocations, 4 * 3000);
-    rig_close(&rig);
 }

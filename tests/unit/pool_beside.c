@@ -17,7 +17,7 @@ static void assert_refused_to_other(rebatch_pool *pool, size_t pages)
 
 Test(pool_beside, what_was_promised_is_not_theirs)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     give(rig.pool, take(rig.pool, 20 * PAGE));
     const rebatch_scope scope = begin_own(rig.pool);
     reserve(rig.pool, 40);
@@ -30,26 +30,24 @@ Test(pool_beside, what_was_promised_is_not_theirs)
     rollback(rig.pool, scope);
     give(rig.pool, others[0]);
     give(rig.pool, others[1]);
-    rig_close(&rig);
 }
 
 /* A request of theirs that fails has looked everywhere else, and given nothing of it back. */
 Test(pool_beside, their_failures_leave_it_whole)
 {
-    struct rig rig = rig_open_plain(64, NULL);
+    AUTO_RIG rig = rig_open_plain(64, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     reserve(rig.pool, 60);
     assert_refused_to_other(rig.pool, 10);
     for (int i = 0; i < 40; i++)
         (void)take(rig.pool, 3 * PAGE / 2);
     rollback(rig.pool, scope);
-    rig_close(&rig);
 }
 
 /* What is free elsewhere they have, though not in one piece with it. */
 Test(pool_beside, they_have_what_is_free_elsewhere)
 {
-    struct rig rig = rig_open_plain(64, NULL);
+    AUTO_RIG rig = rig_open_plain(64, NULL);
     void *blocks[2] = {take(rig.pool, 20 * PAGE), take(rig.pool, 40 * PAGE)};
     give(rig.pool, blocks[0]);
     give(rig.pool, blocks[1]);
@@ -61,13 +59,12 @@ Test(pool_beside, they_have_what_is_free_elsewhere)
     (void)take(rig.pool, 40 * PAGE);
     rollback(rig.pool, scope);
     give(rig.pool, other);
-    rig_close(&rig);
 }
 
 /* What other threads reserve is there at that moment; nothing is promised to them. */
 Test(pool_beside, what_they_reserve_is_not_kept)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     be_thread(OTHER);
     reserve(rig.pool, 40);
@@ -77,7 +74,6 @@ Test(pool_beside, what_they_reserve_is_not_kept)
     be_thread(INSIDER);
     rollback(rig.pool, scope);
     give(rig.pool, other);
-    rig_close(&rig);
 }
 
 /* While callbacks for another thread's request run, the owner_thread goes on. */
@@ -106,7 +102,7 @@ Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
 {
     const struct meanwhile cases[] = {{.takes = 40}, {.reserves = 50}};
     for (size_t i = 0; i < 2; i++) {
-        struct rig rig = rig_open(64, NULL);
+        AUTO_RIG rig = rig_open(64, NULL);
         struct meanwhile meanwhile = cases[i];
         meanwhile.pool = rig.pool;
         cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_insider_go_on, &meanwhile),
@@ -118,6 +114,5 @@ Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
         if (meanwhile.reserves)
             (void)take(rig.pool, meanwhile.reserves * PAGE);
         rollback(rig.pool, scope);
-        rig_close(&rig);
     }
 }

@@ -61,6 +61,9 @@ static inline void rig_close(struct rig *rig)
     rebatch_device_close(rig->device);
 }
 
+/* struct rig that closes itself at the end of its block. */
+#define AUTO_RIG __attribute__((cleanup(rig_close))) struct rig
+
 static inline void *take_on(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     void *pointer;

@@ -12,7 +12,7 @@ static bool is_in_use(rebatch_pool *pool, const void *pointer)
 
 Test(pool_outside, blocks_of_other_threads_stay)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     void *own[2] = {take(rig.pool, 3 * KIB), NULL};
     be_thread(OTHER);
@@ -26,13 +26,12 @@ Test(pool_outside, blocks_of_other_threads_stay)
     cr_assert(is_in_use(rig.pool, other));
     cr_assert_eq(stats_of(rig.pool).rolled_back_blocks, 2);
     give(rig.pool, other);
-    rig_close(&rig);
 }
 
 Test(pool_outside, what_other_threads_free_is_freed)
 {
     for (int commits = 0; commits < 2; commits++) {
-        struct rig rig = rig_open(64, NULL);
+        AUTO_RIG rig = rig_open(64, NULL);
         void *older = take(rig.pool, 3 * KIB);
         const rebatch_scope scope = begin_own(rig.pool);
         void *inside = take(rig.pool, 3 * KIB);
@@ -48,14 +47,13 @@ Test(pool_outside, what_other_threads_free_is_freed)
         else
             rollback(rig.pool, scope);
         cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-        rig_close(&rig);
     }
 }
 
 /* A batch that was prepared beside an attempt is there again for the next one. */
 Test(pool_outside, a_free_of_another_threads_block_is_undone)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     rebatch_scope scope = begin_own(rig.pool);
     be_thread(OTHER);
     void *batch = take(rig.pool, 3 * KIB);
@@ -75,12 +73,11 @@ Test(pool_outside, a_free_of_another_threads_block_is_undone)
     give(rig.pool, batch);
     commit(rig.pool, scope);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
 }
 
 Test(pool_outside, a_thread_that_joined_is_inside)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *older = take(rig.pool, 3 * KIB);
     const rebatch_scope scope = begin_own(rig.pool);
     be_thread(OTHER);
@@ -96,13 +93,12 @@ Test(pool_outside, a_thread_that_joined_is_inside)
     cr_assert(is_in_use(rig.pool, other));
     give(rig.pool, older);
     give(rig.pool, other);
-    rig_close(&rig);
 }
 
 /* When the one around it ends all threads are inside again, as outside of any. */
 Test(pool_outside, a_scope_within_is_of_the_same_threads)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope around = begin_own(rig.pool);
     const rebatch_scope within = begin(rig.pool);
     be_thread(OTHER);
@@ -123,7 +119,6 @@ Test(pool_outside, a_scope_within_is_of_the_same_threads)
     cr_assert_not(is_in_use(rig.pool, inside));
     give(rig.pool, others[0]);
     give(rig.pool, others[1]);
-    rig_close(&rig);
 }
 
 static void count_block(void *user, const struct rbi_view_piece *block)
@@ -143,7 +138,7 @@ static size_t count_left(rebatch_pool *pool, const struct rbi_extent *extent)
 
 Test(pool_outside, they_are_no_leak_of_the_scope)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     void *own = take(rig.pool, 3 * KIB);
     be_thread(OTHER);
@@ -155,12 +150,11 @@ Test(pool_outside, they_are_no_leak_of_the_scope)
     commit(rig.pool, scope);
     give(rig.pool, own);
     give(rig.pool, other);
-    rig_close(&rig);
 }
 
 Test(pool_outside, a_copy_has_them_too)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     void *own = take(rig.pool, 3 * KIB);
     be_thread(OTHER);
@@ -176,13 +170,12 @@ Test(pool_outside, a_copy_has_them_too)
     be_thread(INSIDER);
     rollback(rig.pool, scope);
     give(rig.pool, other);
-    rig_close(&rig);
 }
 
 /* A scope of the program around all that takes in what any thread has done. */
 Test(pool_outside, a_scope_around_takes_in_all_threads)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope around = begin(rig.pool);
     void *others[2];
     for (int i = 0; i < 2; i++) {
@@ -205,13 +198,12 @@ Test(pool_outside, a_scope_around_takes_in_all_threads)
     be_thread(INSIDER);
     rollback(rig.pool, around);
     cr_assert_not(is_in_use(rig.pool, last));
-    rig_close(&rig);
 }
 
 /* What its peak was, and what is left, are what its own threads did. */
 Test(pool_outside, they_do_not_count_in_the_scope)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *older = take(rig.pool, 40 * KIB);
     const rebatch_scope scope = begin_own(rig.pool);
     const rebatch_scope within = begin(rig.pool);
@@ -231,13 +223,12 @@ Test(pool_outside, they_do_not_count_in_the_scope)
     give(rig.pool, own);
     give(rig.pool, last);
     give(rig.pool, others[1]);
-    rig_close(&rig);
 }
 
 /* One of the program around it counts what all do, also while it is open. */
 Test(pool_outside, a_scope_around_counts_all_threads)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope around = begin(rig.pool);
     const rebatch_scope scope = begin_own(rig.pool);
     give(rig.pool, take(rig.pool, 50 * KIB));
@@ -252,14 +243,13 @@ Test(pool_outside, a_scope_around_counts_all_threads)
         }
     }
     commit(rig.pool, around);
-    rig_close(&rig);
 }
 
 /* A block of the outer one that another thread frees is none of the inner: what both have seen up
  * to then is noted in each. */
 Test(pool_outside, nested_scopes_keep_their_peaks)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     void *block = take(rig.pool, 10 * KIB);
     const rebatch_scope within = begin(rig.pool);
@@ -270,12 +260,11 @@ Test(pool_outside, nested_scopes_keep_their_peaks)
     commit(rig.pool, within);
     cr_assert_eq(scope_stats(rig.pool, scope).peak_bytes, 15 * KIB);
     commit(rig.pool, scope);
-    rig_close(&rig);
 }
 
 Test(pool_outside, their_failures_are_not_the_scopes)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *pointer;
     rebatch_oom_report report;
     const rebatch_scope scope = begin_own(rig.pool);
@@ -294,7 +283,6 @@ Test(pool_outside, their_failures_are_not_the_scopes)
     cr_assert_eq(stats_of(rig.pool).ooms, 3);
     be_thread(INSIDER);
     rollback(rig.pool, scope);
-    rig_close(&rig);
 }
 
 /* ---- anything ---- */
@@ -392,7 +380,7 @@ Test(pool_outside, any_calls_of_any_threads)
 {
     enum { CALLS = 20000 };
     for (uint64_t seed = 1; seed <= 20; seed++) {
-        struct rig rig = rig_open(DEVICE_PAGES, NULL);
+        AUTO_RIG rig = rig_open(DEVICE_PAGES, NULL);
         static struct model m;
         m = (struct model){.count = 0};
         uint64_t random = seed;
@@ -406,6 +394,5 @@ Test(pool_outside, any_calls_of_any_threads)
         while (m.count > 0)
             model_free(&m, rig.pool, 0, false);
         cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-        rig_close(&rig);
     }
 }

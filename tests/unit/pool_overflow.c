@@ -53,7 +53,7 @@ static size_t used_of(rebatch_device *device)
 
 Test(pool_overflow, host_memory_serves_what_must_not_fail)
 {
-    struct rig rig = open_beside(8, 100, NULL);
+    AUTO_RIG rig = open_beside(8, 100, NULL);
     void *const first = take_filled(rig.pool, 5 * PAGE, 1);
     assert_oom(rig.pool, 6 * PAGE);
     allow(rig.pool, true);
@@ -67,12 +67,11 @@ Test(pool_overflow, host_memory_serves_what_must_not_fail)
     assert_filled(second, 6 * PAGE, 2);
     give(rig.pool, first);
     give(rig.pool, second);
-    rig_close(&rig);
 }
 
 Test(pool_overflow, pages_come_back_to_the_device_at_their_addresses)
 {
-    struct rig rig = open_beside(8, 100, NULL);
+    AUTO_RIG rig = open_beside(8, 100, NULL);
     void *const activations = take(rig.pool, 7 * PAGE);
     allow(rig.pool, true);
     void *const moments = take_filled(rig.pool, 5 * PAGE, 3);
@@ -86,13 +85,12 @@ Test(pool_overflow, pages_come_back_to_the_device_at_their_addresses)
     give(rig.pool, moments);
     void *const whole = take_filled(rig.pool, 8 * PAGE, 4); /* no page was lost */
     give(rig.pool, whole);
-    rig_close(&rig);
 }
 
 /* Only as far as so much stays available. */
 Test(pool_overflow, what_is_to_be_kept_stays_available)
 {
-    struct rig rig = open_beside(16, 100, NULL);
+    AUTO_RIG rig = open_beside(16, 100, NULL);
     void *const activations = take(rig.pool, 16 * PAGE);
     allow(rig.pool, true);
     void *const moments = take_filled(rig.pool, 12 * PAGE, 5);
@@ -109,12 +107,11 @@ Test(pool_overflow, what_is_to_be_kept_stays_available)
     cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
     assert_filled(moments, 12 * PAGE, 5);
     give(rig.pool, moments);
-    rig_close(&rig);
 }
 
 Test(pool_overflow, what_was_freed_goes_back_to_the_host)
 {
-    struct rig rig = open_beside(8, 100, NULL);
+    AUTO_RIG rig = open_beside(8, 100, NULL);
     void *const first = take(rig.pool, 8 * PAGE);
     allow(rig.pool, true);
     void *const temporary = take_filled(rig.pool, 20 * PAGE, 6);
@@ -126,7 +123,6 @@ Test(pool_overflow, what_was_freed_goes_back_to_the_host)
     allow(rig.pool, false);
     cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
     give(rig.pool, first);
-    rig_close(&rig);
 }
 
 struct reading {
@@ -147,7 +143,7 @@ Test(pool_overflow, what_is_read_goes_back_when_it_was_read)
     static struct reading reading;
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.reuse_after_device = REBATCH_ON;
-    struct rig rig = open_beside(8, 100, &options);
+    AUTO_RIG rig = open_beside(8, 100, &options);
     rebatch_stream reader;
     cr_assert_eq(rebatch_stream_create(&reader, rig.device), REBATCH_OK);
     allow(rig.pool, true);
@@ -160,12 +156,11 @@ Test(pool_overflow, what_is_read_goes_back_when_it_was_read)
     cr_assert_eq(rebatch_stream_synchronize(rig.device, reader), REBATCH_OK);
     assert_filled(reading.to, sizeof reading.to, 7);
     rebatch_stream_destroy(rig.device, reader);
-    rig_close(&rig);
 }
 
 Test(pool_overflow, small_blocks_share_pages_of_the_host)
 {
-    struct rig rig = open_beside(4, 100, NULL);
+    AUTO_RIG rig = open_beside(4, 100, NULL);
     void *blocks[64];
     void *const first = take(rig.pool, 4 * PAGE);
     allow(rig.pool, true);
@@ -179,7 +174,6 @@ Test(pool_overflow, small_blocks_share_pages_of_the_host)
         assert_filled(blocks[i], PAGE / 64, i);
     for (int i = 0; i < 64; i++)
         give(rig.pool, blocks[i]);
-    rig_close(&rig);
 }
 
 Test(pool_overflow, there_is_no_more_than_the_host_and_the_options_give)
@@ -222,7 +216,7 @@ Test(pool_overflow, a_chunk_that_the_device_does_not_give_again_is_the_hosts)
 {
     for (size_t chunks = 0; chunks < 8; chunks++) {
         for (size_t left = 8; left <= 128; left += 40) { /* pages that the device still has */
-            struct rig rig = open_beside(128, 100, NULL);
+            AUTO_RIG rig = open_beside(128, 100, NULL);
             void *blocks[16];
             cr_assert_eq(rebatch_pool_reserve(rig.pool, 128 * PAGE, NULL), REBATCH_OK);
             for (size_t i = 0; i < 16; i++)
@@ -234,7 +228,6 @@ Test(pool_overflow, a_chunk_that_the_device_does_not_give_again_is_the_hosts)
             allow(rig.pool, true);
             give(rig.pool, take_filled(rig.pool, 9 * PAGE, 99)); /* of which 8 are free in a row */
             assert_filled(blocks[0], 8 * PAGE, 0);
-            rig_close(&rig);
         }
     }
 }
@@ -242,11 +235,10 @@ Test(pool_overflow, a_chunk_that_the_device_does_not_give_again_is_the_hosts)
 /* A phase that begins ends it: an optimizer's step that raised has never said that it is over. */
 Test(pool_overflow, the_next_phase_ends_it)
 {
-    struct rig rig = open_beside(4, 100, NULL);
+    AUTO_RIG rig = open_beside(4, 100, NULL);
     allow(rig.pool, true);
     cr_assert_eq(rebatch_pool_mark(rig.pool, 7), REBATCH_OK);
     assert_oom(rig.pool, 5 * PAGE);
-    rig_close(&rig);
 }
 
 static rebatch_status call_after_mark(struct rig *rig, char call, void *older)
@@ -275,7 +267,7 @@ Test(pool_overflow, allowed_after_a_mark_it_lasts)
     static const char *const firsts[] = {"a", "pa", "ra", "ta", "la", "fa"};
     for (uint64_t key = 0; key < 3; key++) {
         for (size_t i = 0; i < sizeof firsts / sizeof *firsts; i++) {
-            struct rig rig = open_beside(4, 100, NULL);
+            AUTO_RIG rig = open_beside(4, 100, NULL);
             void *const older = take(rig.pool, PAGE);
             cr_assert_eq(rebatch_pool_mark(rig.pool, key), REBATCH_OK);
             allow(rig.pool, true);
@@ -284,7 +276,6 @@ Test(pool_overflow, allowed_after_a_mark_it_lasts)
                              (int)key, firsts[i], rebatch_last_error());
             cr_assert_eq(rebatch_pool_mark(rig.pool, key), REBATCH_OK);
             assert_oom(rig.pool, PAGE);
-            rig_close(&rig);
         }
     }
 }
@@ -292,7 +283,7 @@ Test(pool_overflow, allowed_after_a_mark_it_lasts)
 /* Threads that the open scope leaves out may fail. */
 Test(pool_overflow, it_is_for_the_callbacks_threads_alone)
 {
-    struct rig rig = open_beside(4, 100, NULL);
+    AUTO_RIG rig = open_beside(4, 100, NULL);
     const rebatch_scope scope = begin_own(rig.pool);
     allow(rig.pool, true);
     be_thread(OTHER);
@@ -301,13 +292,12 @@ Test(pool_overflow, it_is_for_the_callbacks_threads_alone)
     give(rig.pool, take(rig.pool, 5 * PAGE));
     rollback(rig.pool, scope);
     allow(rig.pool, false);
-    rig_close(&rig);
 }
 
 /* What a prediction is made on does not count the host's memory as the device's. */
 Test(pool_overflow, a_copy_of_the_pool_has_it_too)
 {
-    struct rig rig = open_beside(8, 100, NULL);
+    AUTO_RIG rig = open_beside(8, 100, NULL);
     void *const first = take(rig.pool, 6 * PAGE);
     allow(rig.pool, true);
     void *const second = take(rig.pool, 7 * PAGE);
@@ -324,7 +314,6 @@ Test(pool_overflow, a_copy_of_the_pool_has_it_too)
     rebatch_pool_destroy(copy);
     rebatch_device_close(dry);
     give(rig.pool, second);
-    rig_close(&rig);
 }
 
 /* ---- calls that fail ---- */
@@ -426,7 +415,7 @@ static void act(rebatch_pool *pool, struct block *block, uint64_t *random, bool 
 Test(pool_overflow, any_calls_keep_contents)
 {
     for (uint64_t seed = 1; seed <= 20; seed++) {
-        struct rig rig = open_beside(12, 200, NULL);
+        AUTO_RIG rig = open_beside(12, 200, NULL);
         struct block blocks[BLOCKS] = {{NULL, 0, 0}};
         uint64_t random = seed, most = 0;
         for (int i = 0; i < 400; i++) {
@@ -444,6 +433,5 @@ Test(pool_overflow, any_calls_keep_contents)
             most = rbi_max(most, stats_of(rig.pool).overflow_bytes);
         }
         cr_assert_gt(most, 0);
-        rig_close(&rig);
     }
 }

@@ -28,7 +28,7 @@ static rebatch_tag_usage usage_of(rebatch_pool *pool, rebatch_tag tag)
 /* The same name gives the same tag; 31 bytes of it count. */
 Test(pool_report, the_same_name_gives_the_same_tag)
 {
-    struct rig rig = rig_open(8, NULL);
+    AUTO_RIG rig = rig_open(8, NULL);
     const rebatch_tag a = make_tag(rig.pool, "weights");
     cr_assert_neq(a, 0);
     cr_assert_neq(make_tag(rig.pool, "weight"), a);
@@ -46,13 +46,12 @@ Test(pool_report, the_same_name_gives_the_same_tag)
     rebatch_tag_usage usage;
     assert_refused(rebatch_pool_get_tag_usage(&usage, rig.pool, 4), REBATCH_E_INVALID, "tag is 4");
     assert_refused(rebatch_pool_get_tag_usage(NULL, rig.pool, 0), REBATCH_E_INVALID, "out is");
-    rig_close(&rig);
 }
 
 /* 255 tags can be made. */
 Test(pool_report, two_hundred_and_fifty_five_tags_can_be_made)
 {
-    struct rig rig = rig_open(8, NULL);
+    AUTO_RIG rig = rig_open(8, NULL);
     char name[16];
     for (int i = 0; i < 255; i++) {
         (void)snprintf(name, sizeof name, "tag %d", i);
@@ -61,13 +60,12 @@ Test(pool_report, two_hundred_and_fifty_five_tags_can_be_made)
     rebatch_tag tag;
     assert_refused(rebatch_pool_tag(&tag, rig.pool, "more"), REBATCH_E_UNSUPPORTED, "255 tags");
     cr_assert_eq(make_tag(rig.pool, "tag 254"), 255);
-    rig_close(&rig);
 }
 
 /* A tag knows what it holds, the most it held, and what it held at the pool's peak. */
 Test(pool_report, a_tag_knows_its_share_of_the_peak)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_tag a = make_tag(rig.pool, "a");
     const rebatch_tag b = make_tag(rig.pool, "b");
     void *a1 = take_tagged(rig.pool, 6 * KIB, a);
@@ -92,13 +90,12 @@ Test(pool_report, a_tag_knows_its_share_of_the_peak)
     cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 5 * KIB);
     cr_assert_eq(stats_of(rig.pool).blocks_peak, 1);
     give(rig.pool, a2);
-    rig_close(&rig);
 }
 
 /* What was reserved at the most is counted anew from what is. */
 Test(pool_report, peaks_are_counted_anew)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *kept = take(rig.pool, PAGE);
     give(rig.pool, take(rig.pool, 20 * PAGE));
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
@@ -110,14 +107,13 @@ Test(pool_report, peaks_are_counted_anew)
     cr_assert_eq(stats.live_peak_bytes, stats.live_bytes);
     cr_assert_eq(stats.blocks_peak, stats.blocks);
     give(rig.pool, kept);
-    rig_close(&rig);
 }
 
 /* The same by chance, against a naive copy of all tags at each peak. */
 Test(pool_report, shares_of_the_peak_are_those_of_a_naive_count)
 {
     enum { TAGS = 5, BLOCKS = 40 };
-    struct rig rig = rig_open(512, NULL);
+    AUTO_RIG rig = rig_open(512, NULL);
     uint64_t random = 1;
     void *blocks[BLOCKS] = {NULL};
     rebatch_tag tags[BLOCKS] = {0};
@@ -155,7 +151,6 @@ Test(pool_report, shares_of_the_peak_are_those_of_a_naive_count)
             cr_assert_eq(usage_of(rig.pool, t).at_peak_bytes, at_peak[t]);
         }
     }
-    rig_close(&rig);
 }
 
 /* The report names at most six tags, those that hold most first, ties in the order of their
@@ -164,7 +159,7 @@ Test(pool_report, an_oom_report_names_the_largest_holders_first)
 {
     static const size_t kib[] = {3, 9, 1, 9, 5, 0, 7, 2, 4};
     static const char *const wanted[] = {"b", "d", "g", "e", "i", "a"};
-    struct rig rig = rig_open(8, NULL);
+    AUTO_RIG rig = rig_open(8, NULL);
     for (size_t i = 0; i < sizeof kib / sizeof *kib; i++) {
         char name[2] = {(char)('a' + i), 0};
         const rebatch_tag tag = make_tag(rig.pool, name);
@@ -180,7 +175,6 @@ Test(pool_report, an_oom_report_names_the_largest_holders_first)
         cr_assert_str_eq(report.tags[i].name, wanted[i]);
     assert_refused(rebatch_pool_last_oom(NULL, rig.pool), REBATCH_E_INVALID, "out is NULL");
     assert_refused(rebatch_pool_last_oom(&report, NULL), REBATCH_E_INVALID, "pool is NULL");
-    rig_close(&rig);
 }
 
 static void assert_lines_fit(const char *text)
@@ -196,7 +190,7 @@ static void assert_lines_fit(const char *text)
  * that of the whole text however small the buffer. */
 Test(pool_report, the_summary_has_every_statistic_and_tag)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_tag tag = make_tag(rig.pool, "activations of the last layer");
     (void)take_tagged(rig.pool, 5 * KIB, tag);
     char text[8192];
@@ -220,13 +214,12 @@ Test(pool_report, the_summary_has_every_statistic_and_tag)
     cr_assert_eq(small[20], 'x');
     cr_assert_eq(rebatch_pool_format_summary(small, sizeof small, NULL), 0);
     cr_assert_str_eq(small, "");
-    rig_close(&rig);
 }
 
 /* The report as text says what was asked, for what, what was there and what would have fitted. */
 Test(pool_report, the_oom_report_reads_well)
 {
-    struct rig rig = rig_open(32, NULL);
+    AUTO_RIG rig = rig_open(32, NULL);
     char text[2048];
     rebatch_oom_report report;
     cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
@@ -249,7 +242,6 @@ Test(pool_report, the_oom_report_reads_well)
     report.tag_count = 1000; /* a report that is not ours must not be read beyond its end */
     report.stage = (rebatch_pool_stage)99;
     cr_assert_gt(rebatch_oom_format(text, sizeof text, &report), 0);
-    rig_close(&rig);
 }
 
 /* ---- what there is no more than ---- */

@@ -5,7 +5,7 @@
 /* A rollback takes back what was allocated inside and is still in use; the memory stays cached. */
 Test(pool_scopes, a_rollback_takes_back_what_was_allocated_inside)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *older = take(rig.pool, KIB);
     const rebatch_scope scope = begin(rig.pool);
     (void)take(rig.pool, PAGE);
@@ -22,7 +22,6 @@ Test(pool_scopes, a_rollback_takes_back_what_was_allocated_inside)
     cr_assert_eq(stats.frees, 1);
     cr_assert_eq(stats.late_frees, 0);
     give(rig.pool, older);
-    rig_close(&rig);
 }
 
 struct told {
@@ -42,7 +41,7 @@ static void note_call(void *user, enum rbi_pool_call call, const void *address, 
  * that is within a callback, and not rebatch's doing. */
 Test(pool_scopes, the_recorder_is_told_of_what_a_rollback_takes_back)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     struct told told = {0};
     rbi_pool_set_recorder(rig.pool, &(struct rbi_pool_recorder){note_call, &told});
     rebatch_scope scope = begin(rig.pool);
@@ -57,13 +56,12 @@ Test(pool_scopes, the_recorder_is_told_of_what_a_rollback_takes_back)
     cr_assert_eq(rbi_scope_undo(rig.pool, scope), REBATCH_OK);
     cr_assert_eq(told.frees, 3);
     rbi_pool_set_recorder(rig.pool, NULL);
-    rig_close(&rig);
 }
 
 /* The free of an older block waits for the commit: until then nobody else gets the memory. */
 Test(pool_scopes, the_free_of_an_older_block_waits_for_the_commit)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     char *older = take(rig.pool, 4 * KIB);
     memset(older, 0x77, 4 * KIB);
     const rebatch_scope scope = begin(rig.pool);
@@ -79,13 +77,12 @@ Test(pool_scopes, the_free_of_an_older_block_waits_for_the_commit)
     cr_assert_eq(stats_of(rig.pool).deferred_bytes, 0);
     cr_assert_eq(stats_of(rig.pool).frees, 1);
     cr_assert_eq(take(rig.pool, 4 * KIB), older);
-    rig_close(&rig);
 }
 
 /* A rollback forgets the frees of older blocks: they are in use as before, with their content. */
 Test(pool_scopes, a_rollback_forgets_the_frees_of_older_blocks)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     char *older = take(rig.pool, 4 * KIB);
     memset(older, 0x77, 4 * KIB);
     const rebatch_scope scope = begin(rig.pool);
@@ -97,13 +94,12 @@ Test(pool_scopes, a_rollback_forgets_the_frees_of_older_blocks)
     cr_assert_eq(stats_of(rig.pool).deferred_bytes, 0);
     give(rig.pool, older);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
 }
 
 /* A second free of a block whose free waits is a double free, and its size cannot be asked. */
 Test(pool_scopes, freeing_a_waiting_block_again_is_refused)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *older = take(rig.pool, KIB);
     const rebatch_scope scope = begin(rig.pool);
     give(rig.pool, older);
@@ -112,13 +108,12 @@ Test(pool_scopes, freeing_a_waiting_block_again_is_refused)
     assert_refused(rebatch_pool_block_bytes(&bytes, rig.pool, older), REBATCH_E_INVALID, "freed");
     assert_refused(rebatch_pool_use_on(rig.pool, older, NULL), REBATCH_E_INVALID, "freed already");
     commit(rig.pool, scope);
-    rig_close(&rig);
 }
 
 /* A block that was allocated in the scope and is freed in it is free at once. */
 Test(pool_scopes, a_block_of_the_scope_itself_is_freed_at_once)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope scope = begin(rig.pool);
     void *inside = take(rig.pool, KIB);
     give(rig.pool, inside);
@@ -126,13 +121,12 @@ Test(pool_scopes, a_block_of_the_scope_itself_is_freed_at_once)
     cr_assert_eq(take(rig.pool, KIB), inside);
     commit(rig.pool, scope);
     cr_assert_eq(stats_of(rig.pool).blocks, 1);
-    rig_close(&rig);
 }
 
 /* What a committed scope allocated belongs to the scope around it, and goes when that is undone. */
 Test(pool_scopes, a_commit_hands_the_blocks_to_the_scope_around)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     const rebatch_scope outer = begin(rig.pool);
     const rebatch_scope inner = begin(rig.pool);
     void *block = take(rig.pool, KIB);
@@ -142,14 +136,13 @@ Test(pool_scopes, a_commit_hands_the_blocks_to_the_scope_around)
     cr_assert_eq(stats_of(rig.pool).blocks, 0);
     give(rig.pool, block);
     cr_assert_eq(stats_of(rig.pool).late_frees, 1);
-    rig_close(&rig);
 }
 
 /* At a commit a free that waits is carried out when the block is no older than the scope around,
  * and waits on there when it is. */
 Test(pool_scopes, a_free_waits_on_in_the_scope_around_for_a_block_older_than_that)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *oldest = take(rig.pool, KIB);
     const rebatch_scope outer = begin(rig.pool);
     void *between = take(rig.pool, KIB);
@@ -165,13 +158,12 @@ Test(pool_scopes, a_free_waits_on_in_the_scope_around_for_a_block_older_than_tha
     rollback(rig.pool, outer);
     give(rig.pool, oldest);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
 }
 
 /* Rolling back an outer scope rolls back those inside first. */
 Test(pool_scopes, a_rollback_of_an_outer_scope_rolls_back_the_inner_ones)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *oldest = take(rig.pool, KIB);
     const rebatch_scope outer = begin(rig.pool);
     void *between = take(rig.pool, KIB);
@@ -189,14 +181,13 @@ Test(pool_scopes, a_rollback_of_an_outer_scope_rolls_back_the_inner_ones)
          between); /* its free was forgotten with the inner scope, then it was taken back */
     cr_assert_eq(stats_of(rig.pool).late_frees, 1);
     give(rig.pool, oldest);
-    rig_close(&rig);
 }
 
 /* A free of what a rollback took back is ignored and counted, until the address is given out
  * again. */
 Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     rebatch_scope scope = begin(rig.pool);
     void *first = take(rig.pool, 33 * KIB);
     void *second = take(rig.pool, 33 * KIB);
@@ -220,13 +211,12 @@ Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
     give(rig.pool, first);
     cr_assert_eq(stats_of(rig.pool).late_frees, 5);
-    rig_close(&rig);
 }
 
 /* Scopes are of the pool: who is no part of what may be taken back has a pool of its own. */
 Test(pool_scopes, a_scope_takes_in_what_other_threads_do)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *older = take(rig.pool, 3 * KIB);
     const rebatch_scope scope = begin(rig.pool);
     be_thread(77);
@@ -239,13 +229,12 @@ Test(pool_scopes, a_scope_takes_in_what_other_threads_do)
     cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, older), REBATCH_OK);
     give(rig.pool, older);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
 }
 
 /* Whoever still uses a block that was taken back is told so. */
 Test(pool_scopes, a_block_that_a_rollback_took_back_cannot_be_used)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     size_t bytes = 1;
     for (int merged = 0; merged < 2; merged++) {
         const rebatch_scope scope = begin(rig.pool);
@@ -264,13 +253,12 @@ Test(pool_scopes, a_block_that_a_rollback_took_back_cannot_be_used)
         assert_refused(rebatch_pool_use_on(rig.pool, block, NULL), REBATCH_E_INVALID,
                        "freed already");
     }
-    rig_close(&rig);
 }
 
 /* Only the innermost open scope can be committed; a stale, foreign or zero handle is refused. */
 Test(pool_scopes, a_handle_that_is_not_open_is_refused)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     assert_refused(rebatch_scope_commit(rig.pool, 0), REBATCH_E_INVALID, "scope is 0");
     assert_refused(rebatch_scope_rollback(rig.pool, 0), REBATCH_E_INVALID, "scope is 0");
     const rebatch_scope outer = begin(rig.pool);
@@ -287,13 +275,12 @@ Test(pool_scopes, a_handle_that_is_not_open_is_refused)
     cr_assert_eq(scope, 0);
     commit(rig.pool, next);
     commit(rig.pool, outer);
-    rig_close(&rig);
 }
 
 /* 64 scopes can be open, not 65. */
 Test(pool_scopes, sixty_four_scopes_can_be_open)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     rebatch_scope first = 0;
     for (int i = 0; i < 64; i++) {
         const rebatch_scope scope = begin(rig.pool);
@@ -307,14 +294,13 @@ Test(pool_scopes, sixty_four_scopes_can_be_open)
     cr_assert_eq(stats_of(rig.pool).rolled_back_blocks, 64);
     scope = begin(rig.pool);
     commit(rig.pool, scope);
-    rig_close(&rig);
 }
 
 /* A scope's live bytes are those now less those at its beginning, its peak the most that was; what
  * scopes inside did counts, undone or not. */
 Test(pool_scopes, statistics_of_nested_scopes_are_exact)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     void *older = take(rig.pool, 7 * KIB);
     const rebatch_scope outer = begin(rig.pool);
     void *a = take(rig.pool, 4 * KIB);
@@ -340,13 +326,12 @@ Test(pool_scopes, statistics_of_nested_scopes_are_exact)
     cr_assert_eq(scope_stats(rig.pool, outer).peak_bytes, 14 * (int64_t)KIB);
     commit(rig.pool, outer);
     give(rig.pool, older);
-    rig_close(&rig);
 }
 
 /* Rollback and commit need nothing of the heap. */
 Test(pool_scopes, undoing_and_keeping_need_no_heap)
 {
-    struct rig rig = rig_open(512, NULL);
+    AUTO_RIG rig = rig_open(512, NULL);
     void *older[40];
     for (size_t i = 0; i < 40; i++)
         older[i] = take(rig.pool, (i + 1) * KIB);
@@ -364,5 +349,4 @@ Test(pool_scopes, undoing_and_keeping_need_no_heap)
     rbi_heap_fail(0, 0);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
     cr_assert_eq(stats_of(rig.pool).frees, 40);
-    rig_close(&rig);
 }

@@ -52,7 +52,7 @@ static rebatch_status try(rebatch_pool *pool, size_t bytes)
 /* When fresh memory is refused the cache goes back to the device, and it is asked again. */
 Test(pool_search, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
 {
-    struct rig rig = rig_open_plain(16, NULL);
+    AUTO_RIG rig = rig_open_plain(16, NULL);
     void *a = take(rig.pool, 8 * PAGE);
     void *b = take(rig.pool, 6 * PAGE);
     give(rig.pool, a);
@@ -62,7 +62,6 @@ Test(pool_search, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * PAGE);
     cr_assert_eq(rig.pool->stages[REBATCH_STAGE_TRIM], 1);
     give(rig.pool, large);
-    rig_close(&rig);
 }
 
 /* With nothing cached there is nothing to give back: the device's OOM surfaces at once. */
@@ -134,7 +133,7 @@ static size_t let_go(size_t wanted_bytes, void *user)
  * them run than are needed. */
 Test(pool_search, pressure_callbacks_free_until_there_is_enough)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     struct holder holders[3];
     for (int i = 0; i < 3; i++) {
         holders[i] = (struct holder){rig.pool, take(rig.pool, 4 * PAGE), 0, 0, REBATCH_OK};
@@ -153,7 +152,6 @@ Test(pool_search, pressure_callbacks_free_until_there_is_enough)
     cr_assert_eq(last_oom(rig.pool).stage, REBATCH_STAGE_PRESSURE);
     cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 4 * PAGE); /* the third gave its block up */
     give(rig.pool, pointer);
-    rig_close(&rig);
 }
 
 static void count_pressure(void *user, bool begins)
@@ -164,7 +162,7 @@ static void count_pressure(void *user, bool begins)
 /* A session hears of the pressure callbacks of its own callbacks, and of no others. */
 Test(pool_search, pressure_within_a_scope_of_the_thread_is_told)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     struct holder holder = {rig.pool, take(rig.pool, 4 * PAGE), 0, 0, REBATCH_OK};
     int told[2] = {0, 0};
     cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_go, &holder), REBATCH_OK);
@@ -178,7 +176,6 @@ Test(pool_search, pressure_within_a_scope_of_the_thread_is_told)
     cr_assert_eq(holder.calls, 2);
     cr_assert(told[0] == 1 && told[1] == 1);
     cr_assert_eq(rebatch_scope_commit(rig.pool, scope), REBATCH_OK);
-    rig_close(&rig);
 }
 
 static size_t allocate(size_t wanted_bytes, void *user)
@@ -193,20 +190,19 @@ static size_t allocate(size_t wanted_bytes, void *user)
 /* A pressure callback that allocates is refused, not called without end. */
 Test(pool_search, a_pressure_callback_must_not_allocate)
 {
-    struct rig rig = rig_open(8, NULL);
+    AUTO_RIG rig = rig_open(8, NULL);
     struct holder holder = {rig.pool, NULL, 0, 0, REBATCH_OK};
     cr_assert_eq(rebatch_pool_add_pressure(rig.pool, allocate, &holder), REBATCH_OK);
     cr_assert_eq(try(rig.pool, 9 * PAGE), REBATCH_OOM);
     cr_assert_eq(holder.calls, 1);
     cr_assert_eq(holder.alloc_status, REBATCH_E_STATE);
     cr_assert_eq(try(rig.pool, 8 * PAGE), REBATCH_OK);
-    rig_close(&rig);
 }
 
 /* 16 pressure callbacks can be registered. */
 Test(pool_search, sixteen_pressure_callbacks_can_be_registered)
 {
-    struct rig rig = rig_open(8, NULL);
+    AUTO_RIG rig = rig_open(8, NULL);
     struct holder holder = {rig.pool, NULL, 0, 0, REBATCH_OK};
     for (int i = 0; i < 16; i++)
         cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_go, &holder), REBATCH_OK);
@@ -216,7 +212,6 @@ Test(pool_search, sixteen_pressure_callbacks_can_be_registered)
     cr_assert_eq(holder.calls, 16);
     /* They gave nothing, so there was nothing to search for again. */
     cr_assert_eq(rig.pool->stages[REBATCH_STAGE_DEVICE], 1);
-    rig_close(&rig);
 }
 
 /* The OOM report has the request, the figures of that moment and who holds most; the size that it
@@ -226,7 +221,7 @@ Test(pool_search, the_oom_report_is_right)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_bytes = 20 * PAGE;
     options.headroom_bytes = PAGE;
-    struct rig rig = rig_open_plain(24, &options);
+    AUTO_RIG rig = rig_open_plain(24, &options);
     rebatch_tag weights, activations;
     cr_assert_eq(rebatch_pool_tag(&weights, rig.pool, "weights"), REBATCH_OK);
     cr_assert_eq(rebatch_pool_tag(&activations, rig.pool, "activations"), REBATCH_OK);
@@ -266,13 +261,12 @@ Test(pool_search, the_oom_report_is_right)
     cr_assert_eq(try(rig.pool, 3 * PAGE), REBATCH_OOM);
     cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 3 * PAGE - UNIT);
     cr_assert_eq(try(rig.pool, 3 * PAGE - UNIT), REBATCH_OK);
-    rig_close(&rig);
 }
 
 /* A reserve leaves no trace but the cache, and what is there is not asked for again. */
 Test(pool_search, a_reserve_changes_nothing_but_the_cache)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 0, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE - 1, NULL), REBATCH_OK);
@@ -286,14 +280,13 @@ Test(pool_search, a_reserve_changes_nothing_but_the_cache)
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 2);
     assert_valid(rig.pool);
-    rig_close(&rig);
 }
 
 /* A reserve goes through the same search: it takes other streams' blocks, trims, and asks for
  * pressure; when all is in vain it reports the OOM as an allocation does. */
 Test(pool_search, a_reserve_goes_through_the_search)
 {
-    struct rig rig = rig_open_plain(16, NULL);
+    AUTO_RIG rig = rig_open_plain(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
     void *a = take(rig.pool, 8 * PAGE);
@@ -312,7 +305,6 @@ Test(pool_search, a_reserve_goes_through_the_search)
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 10 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(holder.calls, 1);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
 }
 
 /* With caching off a reserve only looks for room. */
@@ -321,7 +313,7 @@ Test(pool_search, with_caching_off_a_reserve_only_looks)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
     options.limit_bytes = 8 * PAGE;
-    struct rig rig = rig_open(64, &options);
+    AUTO_RIG rig = rig_open(64, &options);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE + 1, NULL), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
@@ -329,7 +321,6 @@ Test(pool_search, with_caching_off_a_reserve_only_looks)
     cr_assert_eq(rbi_pool_admit(rig.pool, 8 * PAGE + 1, NULL), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
     cr_assert_eq(stats_of(rig.pool).ooms, 1);
-    rig_close(&rig);
 }
 
 /* Fills a pool with blocks of both streams, with holes between them. */
@@ -395,7 +386,7 @@ Test(pool_search, what_was_reserved_cannot_fail)
  * cache suffices, and its failure is no OOM of the pool's. */
 Test(pool_search, admission_takes_only_what_is_short)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     void *a = take(rig.pool, 4 * PAGE);
     void *b = take(rig.pool, 4 * PAGE);
     give(rig.pool, a);
@@ -410,14 +401,13 @@ Test(pool_search, admission_takes_only_what_is_short)
     cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 8 * PAGE);
     cr_assert_eq(rbi_pool_admit(rig.pool, 16 * PAGE, NULL), REBATCH_OK);
     assert_valid(rig.pool);
-    rig_close(&rig);
 }
 
 /* What another stream has free in pages that it has in use cannot go back, but serves: its own
  * requests, and those that find nothing else. */
 Test(pool_search, admission_counts_what_other_streams_cannot_give_back)
 {
-    struct rig rig = rig_open(16, NULL);
+    AUTO_RIG rig = rig_open(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
     void *block = take_on(rig.pool, PAGE / 2, other);
@@ -433,13 +423,12 @@ Test(pool_search, admission_counts_what_other_streams_cannot_give_back)
     give(rig.pool, block);
     assert_valid(rig.pool);
     rebatch_stream_destroy(rig.device, other);
-    rig_close(&rig);
 }
 
 /* Admission gives other streams' cache back when it must, and keeps its own. */
 Test(pool_search, admission_trims_the_cache_of_other_streams)
 {
-    struct rig rig = rig_open_plain(16, NULL);
+    AUTO_RIG rig = rig_open_plain(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
     void *a = take(rig.pool, 8 * PAGE);
@@ -450,13 +439,12 @@ Test(pool_search, admission_trims_the_cache_of_other_streams)
     cr_assert_eq(stats_of(rig.pool).device_frees, 1);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 12 * PAGE);
     cr_assert_eq(take(rig.pool, 8 * PAGE), a);
-    rig_close(&rig);
 }
 
 /* The mark sees the most live bytes since it was set, and leaves the public peaks alone. */
 Test(pool_search, the_mark_sees_the_peak_since_it_was_set)
 {
-    struct rig rig = rig_open(64, NULL);
+    AUTO_RIG rig = rig_open(64, NULL);
     give(rig.pool, take(rig.pool, 8 * KIB));
     void *kept = take(rig.pool, KIB);
     rbi_pool_mark_peak(rig.pool);
@@ -465,7 +453,6 @@ Test(pool_search, the_mark_sees_the_peak_since_it_was_set)
     give(rig.pool, kept);
     cr_assert_eq(rbi_pool_peak_since_mark(rig.pool), 5 * KIB);
     cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 8 * KIB);
-    rig_close(&rig);
 }
 
 static size_t destroy_it(size_t wanted_bytes, void *user)
@@ -477,11 +464,10 @@ static size_t destroy_it(size_t wanted_bytes, void *user)
 
 Test(pool_search, a_pool_is_not_destroyed_from_its_own_callback)
 {
-    struct rig rig = rig_open(4, NULL);
+    AUTO_RIG rig = rig_open(4, NULL);
     void *none;
     cr_assert_eq(rebatch_pool_add_pressure(rig.pool, destroy_it, rig.pool), REBATCH_OK);
     cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 8 * PAGE, NULL, 0), REBATCH_OOM);
     give(rig.pool, take(rig.pool, PAGE));
     assert_valid(rig.pool);
-    rig_close(&rig);
 }

@@ -456,7 +456,7 @@ Test(pool_snapshot, events_played_back_undo_what_is_there)
 /* The time is that of the clock on the wall, and never goes back. */
 Test(pool_snapshot, events_have_their_time)
 {
-    struct rig rig = rig_open(8, options_with(100));
+    AUTO_RIG rig = rig_open(8, options_with(100));
     (void)take(rig.pool, PAGE);
     struct table events = read_table(rig.pool, REBATCH_SNAPSHOT_EVENTS_CSV);
     const int64_t now = (int64_t)time(NULL) * 1000000;
@@ -468,7 +468,6 @@ Test(pool_snapshot, events_have_their_time)
     }
     cr_assert_gt(last, 0);
     table_free(&events);
-    rig_close(&rig);
 }
 
 /* ---- sums, and the last events ---- */
@@ -513,7 +512,7 @@ Test(pool_snapshot, blocks_as_csv_add_up)
 /* A line an event, as many as are kept. */
 Test(pool_snapshot, events_as_csv_are_the_last_ones)
 {
-    struct rig rig = rig_open(8, options_with(3));
+    AUTO_RIG rig = rig_open(8, options_with(3));
     const rebatch_scope scope = begin(rig.pool);
     char *a = take(rig.pool, 700);
     cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
@@ -530,7 +529,6 @@ Test(pool_snapshot, events_as_csv_are_the_last_ones)
     cr_assert_eq(number(&e[2], EVENT_BYTES), 9 * PAGE);
     cr_assert_eq(number(&e[2], FREE), 7 * PAGE);
     table_free(&events);
-    rig_close(&rig);
 }
 
 /* ---- where it goes ---- */
@@ -640,7 +638,7 @@ Test(pool_snapshot, a_snapshot_changes_nothing)
 /* What is wrong is said. */
 Test(pool_snapshot, wrong_arguments_and_files_are_refused)
 {
-    struct rig rig = rig_open(8, NULL);
+    AUTO_RIG rig = rig_open(8, NULL);
     struct bytes bytes = {NULL, 0, 0, 0, 0};
     assert_refused(rebatch_pool_write_snapshot(NULL, REBATCH_SNAPSHOT_BLOCKS_CSV, collect, &bytes),
                    REBATCH_E_INVALID, "pool is NULL");
@@ -661,5 +659,4 @@ Test(pool_snapshot, wrong_arguments_and_files_are_refused)
     cr_assert_neq(access("x", F_OK), 0, "a file although the call was wrong");
     assert_refused(rebatch_pool_save_snapshot(rig.pool, REBATCH_SNAPSHOT_BLOCKS_CSV, "/dev/full"),
                    REBATCH_E_IO, "No space left on device");
-    rig_close(&rig);
 }
