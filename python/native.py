@@ -1,5 +1,5 @@
 """Builds what of the package is in C: librebatch.so, the command `rebatch` with the library that it
-has programs load, the headers beside them, the version.
+has programs load, the headers beside them and for ctypes, the version.
 
 It needs a C compiler (the environment variable CC, or cc) and no library. setup.py uses it; as a
 program it makes a package that can be imported, without setuptools:
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from bindings import headers_for_ctypes
 
 HERE = Path(__file__).resolve().parent
 COPY = HERE / "native"  # in a source distribution, which has its own copy of the C sources
@@ -56,15 +58,24 @@ def version() -> str:
     return ".".join(number.findall(text))
 
 
-def run(command: Sequence[str]) -> None:
+def run(command: Sequence[str]) -> str:
+    """What the command prints."""
     try:
-        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:
         raise SystemExit(
             f"rebatch: there is no C compiler '{command[0]}': install one, or set CC"
         ) from None
     if done.returncode:
         raise SystemExit(f"rebatch: this failed: {shlex.join(command)}\n{done.stderr}")
+    return done.stdout
+
+
+def write_headers(package: Path) -> None:
+    """_headers.py, of the headers as the compiler sees them."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    text = run([*compiler, "-E", "-P", "-Iinclude", "-x", "c", "include/rebatch/rebatch.h"])
+    (package / "_headers.py").write_text(headers_for_ctypes(text))
 
 
 def build_binaries(target: Path) -> None:
@@ -116,6 +127,7 @@ def build_into(package: str | Path) -> None:
     shutil.rmtree(headers, ignore_errors=True)
     shutil.copytree(ROOT / "include" / "rebatch", headers)
     (package / "_version.py").write_text(f'version = "{version()}"\n')
+    write_headers(package)
     with tempfile.TemporaryDirectory(dir=package) as fresh:
         build_binaries(Path(fresh))
         for path in Path(fresh).iterdir():

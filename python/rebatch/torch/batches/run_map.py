@@ -38,7 +38,7 @@ def run_map(
         session.succeeded()
         results.append((count, result))
 
-    ops = c.MapOps(run=c.ForwardBackward(run), key=key)
+    ops = c.MapOps(run=run, key=key)
     report = c.StepReport()
     if session.meter:
         session.meter.begin_step(("map", key, samples))

@@ -73,17 +73,17 @@ class Callbacks:
 
     def _make_ops(self) -> c.StepOps:
         program, gone = self._running.program, c.Status.E_USER
-        ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
-        ops.zero_grad = c.ZeroGrad(weakly(self._call_zero_grad, gone))
-        ops.forward_backward = c.ForwardBackward(weakly(self._call_forward_backward, gone))
-        ops.optimizer_step = c.OptimizerStep(weakly(self._call_optimizer_step, gone))
-        self._part = c.Part(weakly(self._call_part, gone=1))
+        ops = c.StepOps(flags=c.StepFlags.DECLARES_MUTATION)
+        ops.zero_grad = weakly(self._call_zero_grad, gone)
+        ops.forward_backward = weakly(self._call_forward_backward, gone)
+        ops.optimizer_step = weakly(self._call_optimizer_step, gone)
+        self._part = type(ops.part)(weakly(self._call_part, gone=1))
         if program.lighten:
-            ops.lighten = c.Lighten(weakly(self._call_lighten, gone))
+            ops.lighten = weakly(self._call_lighten, gone)
         if program.cost:
-            ops.cost = c.Cost(weakly(self._call_cost, gone=0))  # the next callback fails
+            ops.cost = weakly(self._call_cost, gone=0)  # the next callback fails
         if self._ranks:
-            ops.reduce = c.Reduce(weakly(self._call_reduce, gone))
+            ops.reduce = weakly(self._call_reduce, gone)
         return ops
 
     # ---- who takes part ----
@@ -160,7 +160,7 @@ class Callbacks:
 
     def begin_step(self) -> None:
         """The batch trains."""
-        self.ops.part = self._part if self._running.are_several else c.Part()
+        self.ops.part = self._part if self._running.are_several else type(self._part)()
         self.accumulators.keep_earlier(self._kept)
         if self.outside:
             self._others.keep_earlier(self.outside)

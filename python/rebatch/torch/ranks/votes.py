@@ -61,9 +61,9 @@ class Votes:
         self.table = c.Group(
             rank=self.rank,
             size=self.size,
-            all_reduce=c.AllReduce(weakly(self._all_reduce, gone=c.Status.E_PEER)),
-            missing=c.Missing(weakly(self._get_missing, gone=self.size)),
-            abort=c.Abort(weakly(self._abort, gone=None)),
+            all_reduce=weakly(self._all_reduce, gone=c.Status.E_PEER),
+            missing=weakly(self._get_missing, gone=self.size),
+            abort=weakly(self._abort, gone=None),
         )
 
     @property

@@ -29,10 +29,10 @@ class UnknownMeter:
         self.swallowed = 0
         self.live_at_begin = self.ooms_at_begin = 0
         self.struct = c.Meter(
-            begin=c.MeterBegin(lambda _phase, _size, _user: None),
-            read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
-            available=c.MeterAvailable(weakly(self._available, gone=c.Status.E_USER)),
-            release=c.MeterRelease(lambda _user: 0),
+            begin=lambda _phase, _size, _user: None,
+            read=lambda _out, _user: c.Status.E_UNSUPPORTED,
+            available=weakly(self._available, gone=c.Status.E_USER),
+            release=lambda _user: 0,
         )
 
     def measure_again(self) -> None:
@@ -74,11 +74,11 @@ class NativeMeter:
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
         self.struct = c.Meter(
-            begin=c.MeterBegin(weakly(self._begin, gone=None)),
-            read=c.MeterRead(weakly(self._read, gone=c.Status.E_USER)),
-            available=c.MeterAvailable(weakly(self._available, gone=c.Status.E_USER)),
-            release=c.MeterRelease(weakly(self._release, gone=0)),
-            outside=c.MeterOutside(weakly(self._outside, gone=0)),
+            begin=weakly(self._begin, gone=None),
+            read=weakly(self._read, gone=c.Status.E_USER),
+            available=weakly(self._available, gone=c.Status.E_USER),
+            release=weakly(self._release, gone=0),
+            outside=weakly(self._outside, gone=0),
         )
 
     def measure_again(self) -> None:

@@ -210,8 +210,7 @@ class Session:
     def _open(self, options: c.Options) -> None:
         dry, opened = C.c_void_p(), C.c_void_p()
         if self._on_event:
-            self._event_function = c.OnEvent(weakly(self._pass_event, gone=None))
-            options.on_event = self._event_function
+            options.on_event = weakly(self._pass_event, gone=None)
         if self.meter:
             options.meter = C.pointer(self.meter.struct)
         if self.is_pooled:
@@ -232,8 +231,8 @@ class Session:
 
     def _guard(self) -> None:
         self._guard_ops = c.GuardOps(
-            save=c.Guard(weakly(self._save, gone=c.Status.E_USER)),
-            restore=c.Guard(weakly(self._restore, gone=c.Status.E_USER)),
+            save=weakly(self._save, gone=c.Status.E_USER),
+            restore=weakly(self._restore, gone=c.Status.E_USER),
         )
         c.check(lib.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None))
 
