@@ -68,11 +68,12 @@ build/man/man3/rebatch_%.3: include/rebatch/%.h
 $(filter %.3,$(MAN_PAGES)): include/rebatch/version.h scripts/expand-lists scripts/man-page
 
 include examples/examples.mk
+include examples/gpt/gpt.mk
 include bench/bench.mk
 include tests/tests.mk
 
 # ---- what people run ---------------------------------------------------------------------------
-all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(MAN_PAGES)
+all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(MAN_PAGES)
 
 build: ## the library, the command and the examples; what make alone does; installs nothing
 	@scripts/install-deps --look build
@@ -157,7 +158,7 @@ uninstall: ## removes from DESTDIR/prefix what install put there
 clean: ## remove build/
 	rm -rf build
 
-ALL_MAKEFILES := Makefile lib.mk examples/examples.mk bench/bench.mk tests/tests.mk
+ALL_MAKEFILES := Makefile lib.mk examples/examples.mk examples/gpt/gpt.mk bench/bench.mk tests/tests.mk
 help: ## this list
 	@echo "make WHAT, where WHAT is"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(ALL_MAKEFILES) | expand -t 22

@@ -44,6 +44,7 @@ NAVIGATION = {
         "docs/design",
         "docs/pool",
         "docs/benchmarks",
+        "examples/gpt/README",
         "python/rebatch/fit/standin/README",
     ],
     "Contributing": [".github/CONTRIBUTING", "docs/testing", ".github/SECURITY"],
@@ -64,6 +65,7 @@ include_patterns = [
     ".github/*.md",
     "docs/*.md",
     "docs/*.rst",
+    "examples/gpt/*.md",
     "python/rebatch/fit/standin/*.md",
 ]
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]

@@ -1,6 +1,6 @@
-"""What is said where a program goes backward through a loss that a Step or Backward returned, behind
-an `if` or in a function: PyTorch's error does not name the line to take out. Must not know a
-training."""
+"""What is said where a program goes backward through a loss that a Step or Backward returned,
+behind an `if` or in a function: PyTorch's error does not name the line to take out. Must not know
+a training."""
 
 from __future__ import annotations
 
