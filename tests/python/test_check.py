@@ -88,6 +88,18 @@ def test_a_model_may_hold_objects_of_the_program(config):
     assert found and kinds(found) == []
 
 
+def test_a_loss_fn_may_free_the_memory_of_the_batch():
+    def loss_fn(model, x):
+        loss = model(1.0 * x).square().mean()
+        x.untyped_storage().resize_(0)
+        return loss
+
+    model, x = torch.nn.Linear(8, 1), torch.randn(8, 8)
+    before = x.clone()
+    found = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn).check(x)
+    assert "batch" in kinds(found) and torch.equal(x, before)
+
+
 def test_what_changes_in_such_an_object_is_found_and_put_back():
     class Net(Configured):
         def forward(self, x):

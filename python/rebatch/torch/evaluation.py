@@ -12,11 +12,11 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.cut import Cut
 from rebatch.torch.batches.join import join_results
 from rebatch.torch.batches.run_map import run_map
-from rebatch.torch.check.training_snapshot import modules_used_by
 from rebatch.torch.session.report import MapReport
 from rebatch.torch.session.session import Session, session_options
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.generators import Generators
+from rebatch.torch.undo.places import used_by
 from rebatch.torch.undo.undo import Undo
 
 
@@ -94,7 +94,7 @@ class Map:
             raise TypeError(f"rebatch: model is {model!r}: expected a function")
         self.model = model
         self.report = MapReport()
-        self._undo = Undo(modules_used_by(model), copies_first=False)
+        self._undo = Undo(used_by(model, torch.nn.Module), copies_first=False)
         self._told = Told(
             lambda: [model],
             self._undo.handled,

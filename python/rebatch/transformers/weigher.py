@@ -8,9 +8,8 @@ from typing import Any, Dict, List, Optional
 import torch
 
 from rebatch.torch.batches.cut import Cuts
-from rebatch.torch.check.training_snapshot import AllGenerators
 from rebatch.torch.session.oom import is_oom
-from rebatch.torch.undo.generators import cuda_devices_of
+from rebatch.torch.undo.generators import Generators, cuda_devices_of
 
 # Losses whose quotient differs by less are the same, in bfloat16 too.
 _TOLERANCE = 0.02
@@ -87,7 +86,7 @@ class Weigher:
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(model)
         model.eval()  # no dropout; each training_step begins with train()
-        generators = AllGenerators(cuda_devices_of([*model.parameters()]), self._generators)
+        generators = Generators(cuda_devices_of([*model.parameters()]), self._generators)
         states, losses = generators.states(), []
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for n in items:

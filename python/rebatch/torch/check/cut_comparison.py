@@ -328,7 +328,7 @@ class _Comparison:
         all_left |= self.ran + self._micro >= self._running.samples
         if self._batch is None:
             self._take_samples()
-        snapshot = snapshot_outside(self.program)
+        snapshot = snapshot_outside(self._running)
         while self.passes:
             mode, span = mode_of(), self.passes.pop(0)
             try:
@@ -340,11 +340,11 @@ class _Comparison:
                 ):
                     self.results.append(self._pass(*span, has_graph))
             except BaseException:
-                self._restore(snapshot)
+                snapshot.restore()
                 raise
             self._note_draws(snapshot, mode)
             if not (all_left and self.passes and span[1] == self.half):
-                self._restore(snapshot)  # else the second micro-batch follows the first one
+                snapshot.restore()  # else the second micro-batch follows the first one
             if not all_left:
                 break
         if not self.passes:
@@ -355,12 +355,6 @@ class _Comparison:
         if len(self.results) > 1:
             self.figures = _Figures.of(self.results)
         self.results, self._batch = [], None
-
-    def _restore(self, snapshot: Snapshot) -> None:
-        undo = self._running.undo
-        undo.restore(GuardPoint.ATTEMPT, has_failed=False)
-        snapshot.restore()
-        undo.save(GuardPoint.ATTEMPT)
 
     def _note_draws(self, snapshot: Snapshot, mode: Any) -> None:
         self.has_drawn |= snapshot.draws()

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -19,19 +19,13 @@ from rebatch.torch.batches.switched_off import (
     training_modules,
 )
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.training_snapshot import (
-    AllGenerators,
-    Snapshot,
-    all_places,
-    optimizers_used_by,
-)
+from rebatch.torch.check.training_snapshot import Changes, Snapshot, places_of
 from rebatch.torch.private import TorchDispatchMode
 from rebatch.torch.program.program import Program, Running
-from rebatch.torch.undo.generators import cuda_devices_of
+from rebatch.torch.undo.places import used_by
 from rebatch.torch.undo.undo import Undo
 from rebatch.torch.update.passes import Passes
 
-Changes = Dict[Tuple[str, str], Any]
 RunAs = Callable[[Program], Tuple[float, int]]
 
 
@@ -118,22 +112,17 @@ class Rehearsal:
         modules = self._program.modules
         self.named = modules[0] if len(modules) == 1 else modules
         self.parameters = self._program.update.parameters
-        tensors = [*self.parameters, *modules.buffers()]
-        self._generators = AllGenerators(cuda_devices_of(tensors), self._program.generators)
-        places = all_places(self.named, running.batch, self._program.loss_fn, self._program.owners)
-        self._snapshot = Snapshot(places, self._generators)
-        self._state = Undo((), [*running.undo.state, *optimizers_used_by(self._program.loss_fn)])
-        self._state.begin(())
-        self._state.save(GuardPoint.STEP)
+        optimizers = used_by(self._program.loss_fn, torch.optim.Optimizer)
+        state = Undo((), [*running.undo.state, *optimizers])
+        state.begin(())
+        state.save(GuardPoint.STEP)
+        self._snapshot = Snapshot(running, places_of(running), state, GuardPoint.STEP)
+        self.restore = self._snapshot.restore
         self._off = training_modules(modules, BATCH_NORM + DROPOUT)
         self._off += power_iterations(modules)
         self.runs = self.ooms = 0
         self.is_16_bit = False
         self.draws = True  # unless the first run has drawn no random number
-
-    def restore(self) -> None:
-        self._state.restore(GuardPoint.STEP, has_failed=False)
-        self._snapshot.restore()
 
     # ---- a run at a cut ----
 
@@ -151,7 +140,7 @@ class Rehearsal:
         self.restore()
         self.runs += 1
         if seed:
-            self._generators.seed(seed)
+            self._running.generators.seed(seed)
         running = self._running
         batch = running.batch
         if is_reversed:

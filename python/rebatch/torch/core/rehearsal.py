@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rebatch._library import GuardPoint
 from rebatch.torch.check.training_snapshot import snapshot_outside
 from rebatch.torch.program.program import Running
 
@@ -16,14 +15,11 @@ if TYPE_CHECKING:
 def rehearse(running: Running, lockstep: Lockstep) -> None:
     """Within an attempt. The smallest micro-batch runs forward and backward; then all is as it was,
     but for gradients. What it raises, the attempt has failed with."""
-    program, undo = running.program, running.undo
-    snapshot = snapshot_outside(program)
+    snapshot = snapshot_outside(running)
 
     def run() -> None:
         loss, _ = running.weighted_loss(0, running.allowed_sizes()[-1])
-        program.update.backward(loss)
+        running.program.update.backward(loss)
 
     lockstep.rehearse(run)
-    undo.restore(GuardPoint.ATTEMPT, has_failed=False)
     snapshot.restore()
-    undo.save(GuardPoint.ATTEMPT)

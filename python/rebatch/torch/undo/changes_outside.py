@@ -12,19 +12,18 @@ import argparse
 import collections
 import contextvars
 import functools
-import inspect
 import itertools
 import operator
 import pickle
 import types
 import warnings
 from collections.abc import Iterator as AnyIterator
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 
 from rebatch._library import GuardPoint
-from rebatch._user_code import is_object, is_own, user_stacklevel
+from rebatch._user_code import is_object, user_stacklevel
 from rebatch.torch.private import HOOK_TABLES
 from rebatch.torch.undo.contents import (
     ATOMS,
@@ -35,6 +34,7 @@ from rebatch.torch.undo.contents import (
 )
 from rebatch.torch.undo.generators import is_generator
 from rebatch.torch.undo.module_tree import is_compiled, names_of
+from rebatch.torch.undo.places import is_of_program, named_by, own_variables
 
 # Entries of a container that are looked at, beside its length; and of all that is looked at.
 _MOST_ENTRIES, _MOST_OF_ALL = 1024, 1 << 14
@@ -49,62 +49,9 @@ _ADVICE = (
 )
 _WITH_ATTRIBUTES = (types.SimpleNamespace, argparse.Namespace)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_NO_VARIABLES = (
-    *(*_FUNCTIONS, types.BuiltinFunctionType, types.ModuleType),
-    *(staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType),
-)
 _NOTHING = ("", None)  # the mark of None
 
 Found = Dict[str, Dict[Any, Any]]  # by name, what changes with it: marks by keys
-
-
-def _names_in(code: types.CodeType) -> Set[str]:
-    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def named_by(function: Any) -> Iterator[Tuple[str, Any]]:
-    """What a function names: variables of the functions around it, globals, its default arguments,
-    those of a functools.partial, and the object whose method it is."""
-    if isinstance(function, functools.partial):
-        yield from ((f"argument {i}", value) for i, value in enumerate(function.args))
-        yield from function.keywords.items()
-        function = function.func
-    function = inspect.unwrap(function)
-    owner = getattr(function, "__self__", None)
-    if owner is None and is_object(function):
-        owner, function = function, inspect.getattr_static(type(function), "__call__", None)
-    if owner is not None:
-        yield "self", owner
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # it has no value yet
-            yield name, None
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    yield from ((f"a default of {function.__name__}()", value) for value in defaults)
-    variables = function.__globals__
-    yield from ((name, variables[name]) for name in sorted(_names_in(code) & set(variables)))
-
-
-def is_of_program(value: Any) -> bool:
-    """A function, class or file of the program."""
-    is_file = isinstance(value, types.ModuleType)
-    name = value.__name__ if is_file else getattr(value, "__module__", None)
-    return is_own(str(name or "builtins").split(".")[0])
-
-
-def variables_of(value: Any) -> Dict[str, Any]:
-    """Of a class or file."""
-    return {
-        key: part
-        for key, part in vars(value).items()
-        if not (key.startswith("__") or isinstance(part, _NO_VARIABLES))
-    }
 
 
 def _text_of(state: Any) -> bytes:
@@ -145,8 +92,8 @@ class _Marks:
         self.is_whole = self._left > 0
 
     def _follow(self, function: Any, owner: str = "self") -> None:
-        for name, value in named_by(function):
-            self._note(owner if name == "self" else name, value)
+        for place in named_by(function):
+            self._note(owner if place.name == "self" else place.name, place.get())
         if isinstance(function, types.FunctionType):
             self._note_attributes(function.__name__, function, vars(function))
 
@@ -239,7 +186,7 @@ class _Marks:
             if isinstance(value, _FUNCTIONS):
                 self._follow(value, f"{name}.__self__")
                 return
-            self._note_attributes(value.__name__, value, variables_of(value))
+            self._note_attributes(value.__name__, value, own_variables(value))
             inner = [*vars(value).values(), *getattr(value, "__bases__", ())]
             for part in inner:
                 part = getattr(part, "__func__", getattr(part, "fget", part))

@@ -14,6 +14,7 @@ from rebatch._library import GuardPoint
 from rebatch._user_code import user_stacklevel
 
 Functions = Tuple[Callable[[], Any], Callable[[Any], Any]]  # to get and to set a state
+States = List[Tuple[Callable[[Any], Any], Any]]  # how to set it, and the state
 
 
 def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
@@ -52,7 +53,7 @@ def functions_of(generator: Any) -> Functions:
     )
 
 
-def seed_generator(generator: Any, seed: int) -> None:
+def _seed(generator: Any, seed: int) -> None:
     if hasattr(generator, "bit_generator"):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
@@ -72,6 +73,15 @@ def is_same_state(a: Any, b: Any) -> bool:
     return bool(same if isinstance(same, bool) else same.all())
 
 
+def _of_everyone() -> Dict[str, Functions]:
+    """Python's generator, and NumPy's where that is there."""
+    found: Dict[str, Functions] = {"random": (random.getstate, random.setstate)}
+    numpy = sys.modules.get("numpy.random")
+    if numpy:
+        found["numpy.random"] = (lambda: numpy.get_state(legacy=False), numpy.set_state)
+    return found
+
+
 # Steps in which Python's and NumPy's generators are saved, whether loss_fn draws from them or not.
 _LOOKS = 3
 
@@ -83,11 +93,12 @@ class Generators:
 
     def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
         self._devices = list(devices)
+        self._others = list(others)
         self._always: List[Functions] = [(torch.get_rng_state, torch.set_rng_state)]
         self._always += [functions_of(generator) for generator in others]
         self._has_devices = not self._devices  # their generators are there once CUDA is initialized
         self._used: Dict[str, Functions] = {}
-        self._states: Dict[int, list[Any]] = {}
+        self._states: Dict[int, States] = {}
         self._steps = 0
         self._is_suspect = self._is_fresh = False
         self._maybe_at_begin: Dict[str, Functions] = {}
@@ -96,13 +107,7 @@ class Generators:
         """Python's and NumPy's, if it is not known whether they are used."""
         if self._steps >= _LOOKS and not self._is_suspect:
             return {}
-        found: Dict[str, Functions] = {}
-        if "random" not in self._used:
-            found["random"] = (random.getstate, random.setstate)
-        numpy = sys.modules.get("numpy.random")
-        if numpy and "numpy.random" not in self._used:
-            found["numpy.random"] = (lambda: numpy.get_state(legacy=False), numpy.set_state)
-        return found
+        return {name: each for name, each in _of_everyone().items() if name not in self._used}
 
     def _find_devices(self) -> None:
         self._has_devices = True
@@ -143,9 +148,38 @@ class Generators:
 
     def restore(self, point: int, has_failed: bool = True) -> None:
         self._is_suspect = self._is_suspect or (has_failed and self._steps > _LOOKS)
-        for put, state in self._states[point]:
-            put(state)
+        self.put(self._states[point])
         self._is_fresh = point == GuardPoint.STEP
+
+    # ---- all of them, beside the points ----
+
+    def states(self) -> States:
+        """Of all, also of those that no attempt was seen to draw from."""
+        if not self._has_devices:
+            self._find_devices()
+        getattr(sys.modules.get("numpy"), "random", None)  # NumPy imports that when it is used
+        return [(put, get()) for get, put in (*self._always, *_of_everyone().values())]
+
+    def put(self, states: States) -> None:
+        for put, state in states:
+            put(state)
+
+    def have_moved(self, states: States, but_for_torchs: bool = False) -> bool:
+        """Whether they are no more at some states; or whether others than PyTorch's are not."""
+        return any(
+            not is_same_state(now, then)
+            for (_, now), (_, then) in zip(self.states(), states)
+            if not (but_for_torchs and isinstance(now, torch.Tensor))
+        )
+
+    def seed(self, seed: int) -> None:
+        """Other numbers from here on."""
+        torch.manual_seed(seed)
+        for generator in self._others:
+            _seed(generator, seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
 
     def _warn(self, name: str) -> None:
         warnings.warn(

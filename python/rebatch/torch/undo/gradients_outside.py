@@ -8,8 +8,8 @@ from typing import Any, Callable, Iterator, List, Sequence, Set
 import torch
 
 from rebatch._user_code import is_object
-from rebatch.torch.undo.changes_outside import named_by
 from rebatch.torch.undo.module_tree import unique
+from rebatch.torch.undo.places import named_by
 
 # Entries of a container that are looked at.
 _MOST_ENTRIES = 64
@@ -36,7 +36,8 @@ def _owned_by(optimizer: Any) -> List[torch.Tensor]:
 def leaves_outside(functions: Sequence[Callable[..., Any]], own: Set[int]) -> List[Any]:
     """Those of what some functions name, but for the ids in `own`, and for what an optimizer owns
     that they name too: they may step it, with the gradients of several calls."""
-    parts = [p for f in functions for _, value in named_by(f) for p in _parts_of(value)]
+    named = [place.get() for f in functions for place in named_by(f)]
+    parts = [part for value in named for part in _parts_of(value)]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     for part in parts:
         if isinstance(part, torch.nn.Module):

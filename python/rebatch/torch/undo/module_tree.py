@@ -10,7 +10,6 @@ from typing import (
     Iterable,
     Iterator,
     List,
-    NamedTuple,
     Optional,
     Sequence,
     Set,
@@ -28,8 +27,6 @@ from rebatch.torch.undo.contents import (
     hold_same,
     holds_still,
     entries_of,
-    entry_of,
-    is_container,
     is_data,
     is_same_dict,
     parts_of,
@@ -38,6 +35,7 @@ from rebatch.torch.undo.contents import (
     walk_attributes,
 )
 from rebatch.torch.undo.generators import is_generator
+from rebatch.torch.undo.places import Place
 
 # Attributes that every module has; these are no data of the model.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -46,37 +44,8 @@ _OF_UPDATES = {"state", "param_groups", "_scale", "_growth_tracker", "_per_optim
 # Wrappers that keep what they do in attributes.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
 _NO_DATA = object()
+_KINDS = {"_parameters": "parameter", "_buffers": "buffer"}
 _T = TypeVar("_T", bound=torch.Tensor)
-
-
-class Place(NamedTuple):
-    """Where a value is held: in a table of a module, or in containers of an attribute, at these
-    keys."""
-
-    name: str
-    table: dict[Any, Any]
-    key: Any
-    path: tuple[Any, ...] = ()
-
-    @property
-    def at(self) -> Tuple[Any, ...]:
-        """The same for two of one place."""
-        return id(self.table), self.key, self.path
-
-    def tensor(self) -> Any:
-        """What is there now; None where it is no tensor."""
-        value: Any = self.table.get(self.key)
-        for key in self.path:
-            try:
-                value = entry_of(value, key)
-            except (TypeError, LookupError):
-                return None
-        return value if isinstance(value, torch.Tensor) else None
-
-    def inner(self, owner: Any, key: Any) -> "Place":
-        """That of an entry or attribute of the value."""
-        name = f"{self.name}[{key!r}]" if is_container(owner) else f"{self.name}.{key}"
-        return Place(name, self.table, self.key, (*self.path, key))
 
 
 def unique(tensors: Iterable[_T]) -> List[_T]:
@@ -149,25 +118,25 @@ class Held:
             if isinstance(value, torch.Tensor):
                 yield place, value
 
-    def _in_tables(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, torch.Tensor]]:
-        """Parameters and buffers."""
+    def roots(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, Any]]:
+        """Parameters and buffers, then attributes, by name."""
         for i, (live, table) in enumerate(zip(self._live, self._tables)):
-            module, kind = divmod(i, len(MODULE_TABLES))
-            if table and MODULE_TABLES[kind] in ("_parameters", "_buffers"):
+            module, number = divmod(i, len(MODULE_TABLES))
+            kind = _KINDS.get(MODULE_TABLES[number])
+            if table and kind:
                 prefix = prefixes.get(id(self.holders[module]), "")
                 for key, tensor in table.items():
                     if tensor is not None:
-                        yield Place(prefix + key, live, key), tensor
+                        yield Place(prefix + key, live, key, kind=kind), tensor
+        for (i, attributes, key), value in zip(self._attributes, self._values):
+            value = attributes.get(key) if value is _NO_DATA else value
+            name = prefixes.get(id(self.holders[i]), "") + key
+            yield Place(name, attributes, key, kind="attribute"), value
 
     def values(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, Any]]:
         """What tables and attributes hold, beside numbers and texts, each once, by name."""
         seen: set[Any] = set()
-        roots: List[Tuple[Place, Any]] = [*self._in_tables(prefixes)]
-        for (i, attributes, key), value in zip(self._attributes, self._values):
-            value = attributes.get(key) if value is _NO_DATA else value
-            name = prefixes.get(id(self.holders[i]), "") + key
-            roots.append((Place(name, attributes, key), value))
-        for root in roots:
+        for root in self.roots(prefixes):
             found = [root]
             while found:
                 place, value = found.pop()
@@ -184,7 +153,7 @@ class Held:
         if not any(parts_of(self._contents[key][1]) for key in parameters & self._contents.keys()):
             return
         for place, _ in self.places(prefixes):
-            if place.path and id(place.table.get(place.key)) in parameters:
+            if place.path and id(place.owner.get(place.key)) in parameters:
                 yield place
 
     def changes(self, later: "Held", prefixes: Dict[int, str]) -> Iterator[Place]:
@@ -199,7 +168,7 @@ class Held:
         if moved:
             for place, value in self.values(prefixes):
                 if id(value) in moved:
-                    yield Place(place.name, place.table, place.key)
+                    yield Place(place.name, place.owner, place.key)
 
     def moved(self, prefixes: Dict[int, str]) -> Iterator[Place]:
         """Attributes that are others now, or hold others."""
@@ -213,7 +182,7 @@ class Held:
         }
         for place, value in self.values(prefixes) if moved else ():
             if id(value) in moved:
-                yield Place(place.name, place.table, place.key)
+                yield Place(place.name, place.owner, place.key)
 
     def _has_entries_of(self, later: "Held") -> bool:
         are_same = self._live is later._live and self._attributes is later._attributes

@@ -33,8 +33,9 @@ from rebatch.torch.undo.copies import (
     read_sums,
     sums_of,
 )
-from rebatch.torch.undo.contents import MISSING, MOST_ENTRIES, Contents, put_back_contents, walk
-from rebatch.torch.undo.module_tree import Held, Place, Tree, is_compiled, unique
+from rebatch.torch.undo.contents import MOST_ENTRIES, walk
+from rebatch.torch.undo.module_tree import Held, Tree, is_compiled, unique
+from rebatch.torch.undo.places import Place, Saved
 
 # Steps of each mode, training or evaluation, in which everything is looked at.
 _LOOKS = 3
@@ -112,24 +113,6 @@ class _Look:
         """Those of these tensors; None for a tensor that was not there."""
         known = {id(t): figure for t, figure in zip(self.tensors, figures)}
         return [known.get(id(t)) for t in tensors]
-
-
-class _Entries:
-    """Some entries of tables and attributes, and what is in them, at one point."""
-
-    def __init__(self, places: Sequence[Place]):
-        self._entries = [(p.table, p.key, p.table.get(p.key, MISSING)) for p in places]
-        self._contents: Contents = {}
-        for _, _, value in self._entries:
-            walk(value, self._contents, [], [])
-
-    def put_back(self) -> None:
-        for table, key, value in self._entries:
-            if value is MISSING:
-                table.pop(key, None)
-            elif table.get(key, MISSING) is not value:
-                table[key] = value
-        put_back_contents(self._contents)
 
 
 class _Flags:
@@ -263,7 +246,7 @@ class Undo:
         self._is_fresh = False  # nothing ran since the step was saved that changes what is saved
         self._may_zero = any(map(_zeroes_more, (part for _, part in updated_by)))
         self._looks: Dict[int, _Look] = {}  # where everything is looked at
-        self._entries: Dict[int, _Entries] = {}
+        self._entries: Dict[int, Saved] = {}
         self._flags: Optional[_Flags] = None  # where it is not
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
         # What is not known yet.
@@ -334,7 +317,7 @@ class Undo:
             for table in (vars(sub), sub._parameters)
         }
         for place, _ in self.tree.take().places(self.tree.prefixes()):
-            if id(place.table) in mine:
+            if id(place.owner) in mine:
                 self._know(place)
 
     def handled(self) -> Set[int]:
@@ -352,7 +335,7 @@ class Undo:
         found = []
         for place in self._moving.values():
             tensors: List[torch.Tensor] = []
-            walk(place.table.get(place.key), {}, tensors, [])
+            walk(place.get(), {}, tensors, [])
             if any(count in tensor.shape for tensor in tensors):
                 found.append(place.name)
         return found
@@ -377,8 +360,8 @@ class Undo:
         tensors.update(self._own_tensors)
         for i, part in enumerate(self._objects):
             tensors.update({(i, j): p for j, p in enumerate(_parameters_of(part))})
-        tensors.update((place.at, place.tensor()) for place in self._beside)
-        tensors.update((key, place.tensor()) for key, place in self._known.items())
+        places = ((place.at, place.get()) for place in (*self._beside, *self._known.values()))
+        tensors.update((at, t) for at, t in places if isinstance(t, torch.Tensor))
         tensors.update((name, t) for name, t in self._batch if name in self._known_in_batch)
         self._copied = {key: t for key, t in tensors.items() if t is not None}
 
@@ -407,7 +390,7 @@ class Undo:
             self._flags = _Flags(self.tree)
         if self._moving:
             self._find_copied()
-            self._entries[point] = _Entries(list(self._moving.values()))
+            self._entries[point] = Saved(self._moving.values())
         self._copies[point].save(self._copied)
         if self._objects:
             self._states[point] = [copied(part.state_dict()) for part in self._objects]
@@ -498,9 +481,9 @@ class Undo:
                 self._entries[point].put_back()
 
     def _known_tensors(self) -> List[torch.Tensor]:
-        tensors = [place.tensor() for place in self._known.values()]
+        tensors = [place.get() for place in self._known.values()]
         tensors += [t for name, t in self._batch if name in self._known_in_batch]
-        return [t for t in tensors if t is not None]
+        return [t for t in tensors if isinstance(t, torch.Tensor)]
 
     # ---- what is known ----
 
@@ -512,14 +495,15 @@ class Undo:
         watch = self._end_watch()
         if watch:
             self._unwatched.discard(self._is_training)
-            self._moving.update({(id(p.table), p.key): p for p in watch.moved})
+            self._moving.update({place.at: place for place in watch.moved})
         self._put_back_first(GuardPoint.ATTEMPT, self._freed_of_batch())
         now = self._now = _Look(self.tree.take(), self._batch, before.has_sums)
         was_suspect, self._is_suspect = self._is_suspect, False
         self._unknown.discard(self._is_training)
         prefixes = self.tree.prefixes()
-        moved = [p for p in before.held.changes(now.held, prefixes) if self._is_new(p)]
-        self._moving.update({(id(p.table), p.key): p for p in moved})
+        changes = before.held.changes(now.held, prefixes)
+        moved = [place for place in changes if place.at not in self._moving]
+        self._moving.update({place.at: place for place in moved})
         if watch:  # the host waits for the device from here on
             self._know_all(before, watch.found())
         changed = before.changed(now)
@@ -532,9 +516,6 @@ class Undo:
                 self._tell(names, {id(t) for t in lost} - known)
         if was_suspect and not self._was_seen and moved:
             self._warn_of_late([place.name for place in moved])
-
-    def _is_new(self, place: Place) -> bool:
-        return (id(place.table), place.key) not in self._moving
 
     def _end_watch(self) -> Optional[_Watch]:
         watch, self._watch = self._watch, None

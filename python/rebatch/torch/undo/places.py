@@ -1,0 +1,186 @@
+"""Where values are: in a table of a module, an attribute, or a variable that a function names. And
+what some places hold at one time, which can be put back. Must not know whose values these are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Set, Tuple, Type, TypeVar
+
+import torch
+
+from rebatch._user_code import is_object, is_own
+from rebatch.torch.undo.contents import (
+    MISSING,
+    Contents,
+    attributes_of,
+    entry_of,
+    is_container,
+    put_back_contents,
+    walk,
+)
+
+_NO_VARIABLES = (
+    *(types.FunctionType, types.MethodType, functools.partial),
+    *(types.BuiltinFunctionType, types.ModuleType),
+    *(staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType),
+)
+_T = TypeVar("_T")
+
+
+class Place(NamedTuple):
+    """An entry of a dict, or an attribute of another owner; with a path, an entry or attribute of
+    the value there. `kind` is "parameter", "gradient", "buffer", "attribute", "variable", "batch"
+    or "mode"."""
+
+    name: str
+    owner: Any
+    key: Any
+    path: tuple[Any, ...] = ()
+    kind: str = "variable"
+
+    @property
+    def at(self) -> Tuple[Any, ...]:
+        """The same for two of one place."""
+        return id(self.owner), self.key, self.path
+
+    def get(self) -> Any:
+        """What is there now, or MISSING."""
+        owner, key = self.owner, self.key
+        is_dict = isinstance(owner, dict)
+        value: Any = owner.get(key, MISSING) if is_dict else getattr(owner, key, MISSING)
+        for key in self.path:
+            try:
+                value = entry_of(value, key)
+            except (TypeError, LookupError):
+                return MISSING
+        return value
+
+    def put(self, value: Any) -> None:
+        """Of a place without a path. MISSING: nothing is there any more."""
+        if isinstance(self.owner, dict):
+            if value is MISSING:
+                self.owner.pop(self.key, None)
+            else:
+                self.owner[self.key] = value
+        elif value is MISSING:
+            delattr(self.owner, self.key)
+        else:
+            setattr(self.owner, self.key, value)
+
+    def inner(self, owner: Any, key: Any) -> "Place":
+        """That of an entry or attribute of the value."""
+        name = f"{self.name}[{key!r}]" if is_container(owner) else f"{self.name}.{key}"
+        return Place(name, self.owner, self.key, (*self.path, key))
+
+
+def place_of(name: str, value: Any, kind: str = "variable") -> Place:
+    """One of a value that is never another."""
+    return Place(name, {name: value}, name, kind=kind)
+
+
+class Saved:
+    """What some places hold, and what is in it, at one time: by reference."""
+
+    def __init__(self, places: Iterable[Place]):
+        self.values: List[Tuple[Place, Any]] = []
+        self.contents: Contents = {}
+        self.add(places)
+
+    def add(self, places: Iterable[Place]) -> List[torch.Tensor]:
+        """Hold what these do too. Returns the tensors that are not held yet."""
+        tensors: List[torch.Tensor] = []
+        for place in places:
+            value = place.get()
+            self.values.append((place, value))
+            walk(value, self.contents, tensors, [])
+        return tensors
+
+    def put_back(self) -> None:
+        for place, value in self.values:
+            if place.get() is not value:
+                place.put(value)
+        put_back_contents(self.contents)
+
+
+# ---- what functions name ----
+
+
+def _names_in(code: types.CodeType) -> Set[str]:
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def named_by(function: Any) -> Iterator[Place]:
+    """What a function names: variables of the functions around it, globals, its default arguments,
+    those of a functools.partial, and the object whose method it is, as "self"."""
+    if isinstance(function, functools.partial):
+        for i, value in enumerate(function.args):
+            yield place_of(f"argument {i}", value)
+        for name in function.keywords:
+            yield Place(name, function.keywords, name)
+        function = function.func
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", None)
+    if owner is None and is_object(function):
+        owner, function = function, inspect.getattr_static(type(function), "__call__", None)
+    if owner is not None:
+        yield place_of("self", owner)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        try:
+            _ = cell.cell_contents
+            yield Place(name, cell, "cell_contents")
+        except ValueError:  # it has no value yet
+            yield place_of(name, None)
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for value in defaults:
+        yield place_of(f"a default of {function.__name__}()", value)
+    variables = function.__globals__
+    for name in sorted(_names_in(code) & set(variables)):
+        yield Place(name, variables, name)
+
+
+def variables_of(function: Any) -> Iterator[Place]:
+    """What a function names, with the attributes of the object whose method it is."""
+    for place in named_by(function):
+        yield from inside("self", place.get()) if place.name == "self" else (place,)
+
+
+def used_by(function: Any, kind: Type[_T]) -> List[Tuple[str, _T]]:
+    """Objects of a class that a function is, is a method of, or names, by name."""
+    own = [("", function), ("", getattr(function, "__self__", None))]
+    own += [(place.name, place.get()) for place in variables_of(function)]
+    return [(name, value) for name, value in own if isinstance(value, kind)]
+
+
+def inside(name: str, value: Any) -> Iterator[Place]:
+    """The attributes of an object or a class of the program's own, as a meter that averages."""
+    if is_object(value):
+        return attributes(name, value, attributes_of(value))
+    is_class = isinstance(value, type) and is_of_program(value)
+    return attributes(name, value, own_variables(value) if is_class else ())
+
+
+def attributes(name: str, owner: Any, keys: Iterable[str]) -> Iterator[Place]:
+    return (Place(f"{name}.{key}", owner, key) for key in keys)
+
+
+def is_of_program(value: Any) -> bool:
+    """A function, class or file of the program."""
+    is_file = isinstance(value, types.ModuleType)
+    name = value.__name__ if is_file else getattr(value, "__module__", None)
+    return is_own(str(name or "builtins").split(".")[0])
+
+
+def own_variables(value: Any) -> Dict[str, Any]:
+    """Of a class or file."""
+    return {
+        key: part
+        for key, part in vars(value).items()
+        if not (key.startswith("__") or isinstance(part, _NO_VARIABLES))
+    }
