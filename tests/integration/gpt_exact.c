@@ -5,24 +5,7 @@
 #include <criterion/criterion.h>
 
 #include "gpt/error.h"
-#include "gpt/host.h"
-#include "gpt_common.h"
-
-static struct gpt_queue queue;
-static const struct gpt_ops *const ops = &gpt_host_ops;
-
-static void set_up(void)
-{
-    ASSERT_OK(rebatch_device_open_host(&queue.device, REBATCH_UNLIMITED, NULL));
-    ASSERT_OK(ops->open(&queue));
-}
-
-static void tear_down(void)
-{
-    ops->close(&queue);
-    rebatch_device_close(queue.device);
-    release_arrays();
-}
+#include "gpt_host.h"
 
 TestSuite(gpt_exact, .init = set_up, .fini = tear_down);
 

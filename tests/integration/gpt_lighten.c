@@ -100,16 +100,6 @@ static void arm(const struct run *run, uint32_t calls, uint64_t nth, uint64_t ti
     ASSERT_OK(rebatch_fault_arm(run->device, &FAULTS(.calls = calls, .nth = nth, .times = times)));
 }
 
-/* Few allocations, each of the device. */
-static struct run_options short_run(void)
-{
-    struct run_options options = tiny_run();
-    options.train.batch = 4;
-    options.train.config.length = 8;
-    options.uncached = true;
-    return options;
-}
-
 static void check_ooms(unsigned level)
 {
     const struct run_options options = short_run();

@@ -42,6 +42,15 @@ struct run_options tiny_run(void)
     return options;
 }
 
+struct run_options short_run(void)
+{
+    struct run_options options = tiny_run();
+    options.train.batch = 4;
+    options.train.config.length = 8;
+    options.uncached = true;
+    return options;
+}
+
 void run_open(struct run *run, const struct run_options *options)
 {
     const size_t capacity = options->capacity_bytes ? options->capacity_bytes : REBATCH_UNLIMITED;

@@ -69,6 +69,8 @@ struct run_options {
 
 /* The tiny preset, with a batch of 16 and gradients that are clipped. */
 struct run_options tiny_run(void);
+/* A batch of 4, few enough allocations to fail each of them, and each of the device. */
+struct run_options short_run(void);
 
 void run_open(struct run *run, const struct run_options *options);
 /* Also asserts that nothing is left in the pool or taken from the device, and no error in the

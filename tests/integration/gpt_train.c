@@ -91,17 +91,6 @@ Test(gpt_train, the_hash_sees_everything, .description = "seeds 1 and 2")
 
 /* ---- the same bits through OOMs ---- */
 
-/* A batch of 4 and two steps: few enough allocations to fail each of them. Every allocation goes to
- * the device, so that each can fail. */
-static struct run_options short_run(void)
-{
-    struct run_options options = tiny_run();
-    options.train.batch = 4;
-    options.train.config.length = 8;
-    options.uncached = true;
-    return options;
-}
-
 static void arm(const struct run *run, uint64_t nth, uint64_t times)
 {
     ASSERT_OK(rebatch_fault_arm(run->device, &FAULTS(.nth = nth, .times = times)));

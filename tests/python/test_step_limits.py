@@ -5,29 +5,14 @@ import torch
 
 import rebatch.torch as rebatch
 from models import (
-    FailAt,
     fails_above,
     make,
     out_of_memory,
     regression_loss,
     same_bits,
     state_of,
+    train,
 )
-
-
-def train(kind, steps=3, fail_at=0, times=1, limited=None, where="forward", amp=False, **options):
-    """(state after some steps, losses, Step) with OOMs."""
-    model, batch, loss_fn = make(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if limited is not None:
-        loss_fn = fails_above(loss_fn, limited, where)
-    step = rebatch.Step(model, optimizer, loss_fn, log_level="quiet", growth=False, **options)
-    losses = []
-    torch.manual_seed(1)
-    for i in range(steps):
-        with FailAt(fail_at if i == 1 else 0, times):
-            losses.append(step(batch))
-    return state_of(model), losses, step
 
 
 def test_by_cost_one_long_sample_does_not_make_the_others_small():
