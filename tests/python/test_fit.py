@@ -140,7 +140,11 @@ def test_python_without_pytorch_is_told(tmp_path):
 
 # ---- programs ----
 
-on_standin = pytest.mark.skipif(torch.version.cuda is None, reason="needs PyTorch's CUDA build")
+
+def on_standin(test):
+    has_cuda = torch.version.cuda is not None
+    return pytest.mark.night(pytest.mark.skipif(not has_cuda, reason="needs CUDA")(test))
+
 
 # About a quarter of a MiB of activations for each sample.
 MODEL = """

@@ -20,7 +20,11 @@ ACCELERATE = [
 
 @pytest.mark.parametrize(
     "launcher, framework",
-    [(TORCHRUN, "lightning"), (TORCHRUN, "transformers"), (ACCELERATE, "transformers")],
+    [
+        (TORCHRUN, "lightning"),
+        pytest.param(TORCHRUN, "transformers", marks=pytest.mark.night),
+        pytest.param(ACCELERATE, "transformers", marks=pytest.mark.night),
+    ],
     ids=["torchrun-lightning", "torchrun-transformers", "accelerate-transformers"],
 )
 def test_a_command_starts_two_ranks(launcher, framework, tmp_path):
