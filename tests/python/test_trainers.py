@@ -371,16 +371,22 @@ def test_sentence_transformers(sentences, tmp_path):
     look_alike(train)
 
 
-def test_a_contrastive_loss_of_sentences_is_told_to_depend_on_the_cut(sentences, tmp_path):
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
+def test_losses_of_sentences_that_depend_on_the_batch_are_refused_by_name(sentences, tmp_path):
+    from sentence_transformers.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
 
     from rebatch.transformers import RebatchMixin
 
     pairs = sentences[2].remove_columns("score")
     arguments = sentences, (RebatchMixin,), MultipleNegativesRankingLoss, pairs, tmp_path
-    trainer = sentence_trainer(*arguments)
-    with fail_once(trainer.model[1], call=3), pytest.warns(rebatch.CutWarning):
-        trainer.train()
+    said = "MultipleNegativesRankingLoss, which depends on all rows.*expected .*micro_smallest"
+    with pytest.raises(ValueError, match=said):
+        sentence_trainer(*arguments)
+
+    def within_another(model):
+        return MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), [8, 16])
+
+    with pytest.raises(ValueError, match=said):
+        sentence_trainer(sentences, (RebatchMixin,), within_another, pairs, tmp_path)
     whole = sentence_trainer(*arguments, rebatch={"micro_smallest": SAMPLES})
     with fail_once(whole.model[1], call=3, every=1), pytest.raises(rebatch.Exhausted):
         whole.train()

@@ -25,6 +25,8 @@ CASES = [
     ("dpo", ALL_OF_DPO),
     ("dpo", {"use_weighting": True, "ld_alpha": 0.5, "gradient_accumulation_steps": 3}),
     ("reward", {"center_rewards_coefficient": 0.1}),
+    ("sft", {}),
+    ("sft", {"loss_type": "dft", "gradient_accumulation_steps": 3}),
 ]
 
 
@@ -47,7 +49,7 @@ def assert_near(plain, cut, relative):
 def assert_same_metrics(plain, cut, relative):
     assert len(plain) == len(cut) > 0
     for before, after in zip(map(of_trl.not_timed, plain), map(of_trl.not_timed, cut)):
-        assert before.keys() == after.keys() and len(before) > 5
+        assert before.keys() == after.keys() and len(before) > 4
         for name, value in before.items():
             assert math.isclose(value, after[name], rel_tol=relative, abs_tol=relative), name
 
@@ -70,6 +72,7 @@ def test_a_cut_batch_has_the_gradients_and_metrics_of_the_uncut_one(name, config
         ("rloo", {"gradient_accumulation_steps": 3, "steps_per_generation": 3}),
         ("dpo", {"gradient_accumulation_steps": 3}),
         ("reward", {}),
+        ("sft", {}),
     ),
     ids=str,
 )
@@ -144,11 +147,38 @@ def test_evaluation_is_that_of_trl(name):
     assert found[0] == found[1]
 
 
-def test_sft_is_cut_by_training_step():
-    _, plain, _ = trained("sft")
-    trainer, cut, _ = trained("sft", 3, step={})
+@pytest.mark.parametrize("mean_of_tokens", (False, True))
+def test_sft_with_parts_that_are_trimmed_has_its_metrics(mean_of_tokens, monkeypatch):
+    def trimmed(batch, first, count):
+        width = int(batch["attention_mask"][first : first + count].sum(1).max())
+        return {name: value[first : first + count, :width] for name, value in batch.items()}
+
+    if mean_of_tokens:  # as the loss of a batch whose tokens the Trainer does not count
+        monkeypatch.setattr(
+            of_trl.transformers.Trainer, "_get_num_items_in_batch", lambda *_: None
+        )
+    _, plain, said = trained("sft")
+    step = {"slice": trimmed, "length": lambda batch: len(batch["input_ids"])}
+    trainer, cut, said_of_cut = trained("sft", 3, step=step)
     assert trainer.report.micro == 2
     assert_near(plain, cut, 1e-5)
+    assert_same_metrics(said, said_of_cut, 1e-5)
+
+
+def test_sft_with_a_loss_of_the_programs_own_is_cut_by_training_step(monkeypatch):
+    def loss_of_tokens(outputs, labels, num_items_in_batch):
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return total / num_items_in_batch
+
+    own = {"compute_loss_func": loss_of_tokens}
+    _, plain, _ = trained("sft", **own)
+    trainer, cut, _ = trained("sft", 3, step={}, **own)
+    assert trainer.report.micro == 2
+    assert_near(plain, cut, 1e-5)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match="SFTTrainer has compute_loss_func.*several processes"):
+        adapter.training_step_for(trainer, {})
 
 
 # ---- refused ----

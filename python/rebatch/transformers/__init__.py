@@ -15,7 +15,7 @@ import transformers
 from rebatch.torch.batches.cut import cut_of
 from rebatch.torch.session.report import Report, numbers_of_trainer
 from rebatch.transformers.prediction import PredictionStep
-from rebatch.transformers.refused import refuse_what_cannot_work
+from rebatch.transformers.refused import refuse_losses_over_the_batch, refuse_what_cannot_work
 from rebatch.transformers.trl import training_step_for
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class RebatchMixin(_Trainer):
         super().__init__(*arguments, **keywords)
         refuse_what_cannot_work(self)
         options = rebatch or {}
+        refuse_losses_over_the_batch(self, options)
         kind = training_step_for(self, options)
         self._rebatch = kind(self, super().training_step, options)
         self._rebatch_prediction = PredictionStep(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, List
+import re
+from typing import Any, Dict, List
+
+import torch
 
 # Names of transformers.Trainer that are private to it and used here. No other private name is.
 PRIVATE = ("_prepare_inputs",)
 PRIVATE_IN_SOME = ("_get_num_items_in_batch",)  # versions, since a Trainer counts them
+
+# Losses of sentence-transformers that compare the rows of a batch, or sum over it before a square.
+_OVER_THE_BATCH = re.compile(
+    "(.*MultipleNegatives|.*GIST|.*CoSENT|MegaBatch|Batch.*Triplet|OnlineContrastive|.*InBatch"
+    "|.*Orthogonal|.*Splade|Flops).*(Loss|Negatives)"
+)
 
 
 def missing_names(trainer: Any) -> List[str]:
@@ -50,6 +59,24 @@ def refuse_what_cannot_work(trainer: Any) -> None:
             f"rebatch: optim is {optim!r}, which updates within the backward pass: expected an "
             "optimizer that updates after it"
         )
+
+
+def refuse_losses_over_the_batch(trainer: Any, options: Dict[str, Any]) -> None:
+    """ValueError for a loss of sentence-transformers that is no mean over rows, unless its batches
+    run whole."""
+    losses, rows = getattr(trainer, "loss", None), trainer.args.per_device_train_batch_size
+    given = losses.values() if isinstance(losses, dict) else [losses]
+    parts = [p for loss in given if isinstance(loss, torch.nn.Module) for p in loss.modules()]
+    for kind in (kind for part in parts for kind in type(part).__mro__):
+        is_theirs = kind.__module__.split(".")[0] == "sentence_transformers"
+        if not (is_theirs and _OVER_THE_BATCH.fullmatch(kind.__name__)):
+            continue
+        if options.get("micro_smallest", 1) < rows:
+            raise ValueError(
+                f"rebatch: the loss of the Trainer is {kind.__name__}, which depends on all rows "
+                "of a batch: expected one that is a mean over rows, or "
+                f'rebatch={{"micro_smallest": {rows}}}, with which batches run whole'
+            )
 
 
 def sharding_of(trainer: Any) -> Any:

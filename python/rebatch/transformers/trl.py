@@ -59,8 +59,10 @@ def training_step_for(trainer: Any, options: Dict[str, Any]) -> Type[TrainingSte
 
     Raises ValueError for those of trl's trainers, and their losses, that cannot be."""
     name = _name_in_trl(trainer)
-    if name in ("", "SFTTrainer"):
+    if name == "":
         return TrainingStep
+    if name == "SFTTrainer":
+        return _step_of_sft(trainer)
     if name in _MEANS:
         _refuse_what_is_not_of_rows(trainer, name)
         return RowsStep
@@ -83,9 +85,36 @@ def _name_in_trl(trainer: Any) -> str:
     return next((kind.__name__ for kind in kinds), "")
 
 
+def _is_older(version: str) -> bool:
+    return tuple(map(int, version.split(".")[:2])) < _OLDEST
+
+
+def _step_of_sft(trainer: Any) -> Type[TrainingStep]:
+    """Its loss is of rows, unless it is one of these: training_step is cut then, which gathers
+    metrics in each part."""
+    version = importlib.metadata.version("trl")
+    others = {
+        "compute_loss_func": getattr(trainer, "compute_loss_func", None) is not None,
+        "label_smoothing_factor": getattr(trainer, "label_smoother", None) is not None,
+        "router_aux_loss_coef": getattr(trainer, "aux_loss_enabled", False),
+        f"trl {version}": _is_older(version),
+    }
+    named = [name for name, is_there in others.items() if is_there]
+    if not named:
+        return RowsStep
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError(
+            f"rebatch: the SFTTrainer has {' and '.join(named)}, with which each part of a batch "
+            "gathers its metrics, and several processes that cut unequally would wait for one "
+            f"another: expected none of these, and trl {'.'.join(map(str, _OLDEST))} or newer, or "
+            "one process"
+        )
+    return TrainingStep
+
+
 def _refuse_what_is_not_of_rows(trainer: Any, name: str) -> None:
     version = importlib.metadata.version("trl")
-    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+    if _is_older(version):
         raise ValueError(
             f"rebatch: trl is {version}: expected {'.'.join(map(str, _OLDEST))} or newer for a "
             f"{name}"
@@ -195,8 +224,8 @@ class _Model:
         return self._call(self._model, *arguments, **keywords)
 
 
-def _by_sample(name: str, value: Any, samples: int) -> torch.Tensor:
-    """Rows, as one entry for each sample."""
+def _by_sample(name: str, value: Any, samples: int) -> List[torch.Tensor]:
+    """Rows, as one entry for each sample: parts of a batch may be of other lengths."""
     if not isinstance(value, torch.Tensor) or not value.dim() or len(value) % samples:
         what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"{value!r:.40}"
         raise ValueError(
@@ -204,12 +233,15 @@ def _by_sample(name: str, value: Any, samples: int) -> torch.Tensor:
             "tensor with an entry for each row, because metrics are made of it after the passes"
         )
     rows: torch.Tensor = value.detach().unflatten(0, (-1, samples))
-    return rows.transpose(0, 1)
+    return list(rows.transpose(0, 1).clone())
 
 
-def _by_row(value: torch.Tensor) -> torch.Tensor:
-    """What _by_sample() made of rows."""
-    return value.transpose(0, 1).flatten(0, 1)
+def _by_row(values: List[torch.Tensor]) -> torch.Tensor:
+    """What _by_sample() made of rows, with zeros behind those of shorter parts."""
+    longest = max(v.size(-1) for v in values) if values[0].dim() > 1 else 0
+    if longest:
+        values = [torch.nn.functional.pad(v, (0, longest - v.size(-1))) for v in values]
+    return torch.stack(values).transpose(0, 1).flatten(0, 1)
 
 
 def _itself(value: Any, *_: Any, **__: Any) -> Any:
@@ -223,12 +255,13 @@ class RowsStep(TrainingStep):
     """training_step of a trl Trainer, once for each batch; compute_loss, once for each
     micro-batch, and once more for the metrics."""
 
-    evaluates_parts = False  # evaluation generates, and has collectives, within prediction_step
-
     def __init__(self, trainer: Any, plain: Callable[..., Any], options: Dict[str, Any]):
         super().__init__(trainer, plain, options)
         name = _name_in_trl(trainer)
-        if not options.get("slice"):
+        self._is_of_tokens = name == "SFTTrainer"  # whose batches are those of any Trainer
+        # Evaluation has collectives within prediction_step, and may generate.
+        self.evaluates_parts = self._is_of_tokens and trainer.accelerator.num_processes == 1
+        if not (options.get("slice") or self._is_of_tokens):
             rows = _Rows(name in _OF_PAIRS)
             self._cut.cut = Cut(slice=rows.part, length=rows.length)
         self._is_sum = name == "GRPOTrainer" and trainer.args.loss_type in _SUMS
@@ -251,7 +284,9 @@ class RowsStep(TrainingStep):
             """`one` is what training_step has made of a loss of 1."""
             self._divisor, self._keywords = 1 / float(one), keywords
             inputs, self._compute_keywords = held.pop()
-            self._samples = self._cut.length(inputs)
+            self._inputs, self._samples = inputs, self._cut.length(inputs)
+            if self._is_of_tokens:
+                self._is_sum = self._compute_keywords.get("num_items_in_batch") is not None
             with replaced(accelerator, backward=plain_backward):
                 losses.append(self._run_batch(inputs))
             self._make_metrics(model, inputs)
@@ -282,8 +317,15 @@ class RowsStep(TrainingStep):
         samples = self._cut.length(part)
         outputs = tuple({n: _by_sample(n, v, samples) for n, v in r.items()} for r in reads)
         loss = loss / self._divisor
-        is_weighted = not self._is_sum and samples < self._samples
-        return (loss * (samples / self._samples) if is_weighted else loss), outputs
+        if not self._is_sum and samples < self._samples:
+            loss = loss * self._weight_of(part, samples)
+        return loss, outputs
+
+    def _weight_of(self, part: Any, samples: int) -> Any:
+        """Of a mean."""
+        if self._is_of_tokens:
+            return self.weigher.weight(self._inputs, self._samples, part, samples)
+        return samples / self._samples
 
     def _loss_of(self, model: Any, inputs: Any) -> torch.Tensor:
         with self._trainer.compute_loss_context_manager():

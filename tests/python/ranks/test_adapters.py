@@ -28,6 +28,7 @@ def test_ranks_that_disagree_are_refused_with_both_values(framework):
         ("grpo", {"loss_type": "grpo"}, 3),
         ("grpo", {"loss_type": "dapo"}, 3),
         ("dpo", {"gradient_accumulation_steps": 2}, 6),
+        ("sft", {"gradient_accumulation_steps": 2}, 3),
     ),
     ids=str,
 )
