@@ -41,6 +41,18 @@ def test_gradients_that_are_cleared_before_the_step_are_told_once(set_to_none):
         iteration()
 
 
+def test_hooks_of_others_are_called_after_the_first_step_too():
+    _, optimizer, backward, batch = training()
+    called = []
+    backward(batch)
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    optimizer.step()
+    backward(batch)
+    optimizer.step()
+    assert called == [1, 1]
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
 def accumulates(backward, optimizer, batch):
     backward(batch)
     backward(batch)

@@ -27,7 +27,7 @@ class FirstStep:
         self.has_run = False
         self._left: List[Tuple[torch.nn.Parameter, int]] = []  # with gradients, and their versions
         register = getattr(optimizer, "register_step_post_hook", None)  # of PyTorch's optimizers
-        self._hook = register(self._end) if register else None
+        self.hook = register(self._end) if register else None
 
     def passes_done(self, parameters: List[torch.nn.Parameter]) -> None:
         """The gradients of a batch are in .grad of these parameters, which the optimizer has."""
@@ -36,9 +36,15 @@ class FirstStep:
                 (p, own_part(p.grad)._version) for p in parameters if p.grad is not None
             ]
 
+    def let_go(self) -> None:
+        """Remove the hook of a step that has run: within it the optimizer goes through its hooks."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
     def _end(self, optimizer: Any, arguments: Tuple[Any, ...], keywords: Any) -> None:
-        assert self._hook is not None  # it calls this
-        self._hook.remove()
+        if self.has_run:
+            return
         self.has_run = True
         left, self._left = self._left, []
         has_closure = len(arguments) > 1 or keywords  # which may have run the passes

@@ -253,6 +253,8 @@ class Passes:
         for optimizer, first in self._first_steps.items():
             if not first.has_run:
                 first.passes_done(parameters_of([optimizer]))
+            elif first.hook is not None:
+                first.let_go()
 
     # ---- the memory of the first update ----
 
