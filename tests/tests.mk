@@ -163,7 +163,7 @@ test: ## the tests of the library (SAN=address,undefined for sanitizers, CHECK=1
 	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(STRIDE) scripts/show-tests $(BUILD)/tests.log \
 	    $(if $(SAN),scripts/run-checked sanitizers) $(TESTS) $(TEST_FLAGS)
 
-test-wrapped-trainers: ## trainers of the shape of llm.c and darknet, before and after rebatch
+test-trainers: ## trainers of the shape of llm.c and darknet, before and after rebatch
 	@$(MAKE) -s --no-print-directory test TEST_FLAGS="--filter '@($(NIGHT_SUITES))/*'"
 
 # What the tests run, and with which variables, for scripts/mutants.
