@@ -141,14 +141,14 @@ typedef struct rebatch_step_ops {
      *
      *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
      *  rebatch takes it back before it calls resize for another size, so resize need not free it.
-     *  It may: the first free of each old buffer's address within a call is ignored, also when a
-     *  new block has that address. The new block then stays until the next size; the event
-     *  REBATCH_EVENT_LATE_FREE names it where the call has freed fewer blocks from before it than
-     *  it has made new ones. rebatch also takes back what a call that fails has allocated; then
+     *  It may, at any moment of the call: no new block begins at the address of an old buffer, and
+     *  a free of such an address is ignored. On a device without virtual memory, or with caching
+     *  off, an address may be allocated again at once: there, resize frees old buffers before it
+     *  allocates, or not at all. rebatch also takes back what a call that fails has allocated; then
      *  resize is called for a smaller size. Buffers that the program made before the first step may
-     *  be freed in resize as well: what a call frees of older memory stays freed when the call
-     *  fails, unless guarded state points to it. Buffers keep their contents from one callback to
-     *  the next, but not across a call of resize.
+     *  be freed in resize as well: what a call frees of older memory is free at once, also when the
+     *  call fails, unless guarded state points to it. Buffers keep their contents from one callback
+     *  to the next, but not across a call of resize.
      *
      *  An OOM leaves resize at the request that failed, and it runs again for a smaller size. What
      *  it did in host memory by then stays done, but for guarded state, and its local variables are
@@ -251,7 +251,6 @@ typedef enum rebatch_phase {
     X(UNDECLARED, WARN,                                                                            \
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
       "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")                    \
-    X(LATE_FREE, WARN, "resize has freed the address of an old buffer, where a new block is:")     \
     X(CUT, WARN, "the loss depends on how memory cuts the batch:")                                 \
     X(OVERFLOW, WARN, "the update took host memory:")
 
@@ -300,10 +299,10 @@ typedef struct rebatch_event {
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of RETRY: after
-                                   which wait, or NULL; of LEAK: what grows; of LATE_FREE: the
-                                   address; of OVERFLOW: how much; of an OOM event of a map whose
-                                   phase is ADMISSION or RESIZE: "(in map)"; of EXHAUSTED:
-                                   "(in lockstep)" there; else NULL */
+                                   which wait, or NULL; of LEAK: what grows; of OVERFLOW: how
+                                   much; of an OOM event of a map whose phase is ADMISSION or
+                                   RESIZE: "(in map)"; of EXHAUSTED: "(in lockstep)" there; else
+                                   NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */

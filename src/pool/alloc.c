@@ -94,10 +94,13 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         rounded = rbi_pool_pad(pool, bytes, rounded);
         status = rbi_pool_inject_failure(pool, bytes, rounded, stream, pool->tags[tag].name);
     }
-    if (status == REBATCH_OK)
-        status = RBI_UNLIKELY(pool->overflow.is_struck)
-                     ? alloc_by_search(&block, pool, bytes, rounded, stream, tag)
-                     : find_block(&block, pool, bytes, rounded, stream, tag);
+    do {
+        if (status == REBATCH_OK)
+            status = RBI_UNLIKELY(pool->overflow.is_struck)
+                         ? alloc_by_search(&block, pool, bytes, rounded, stream, tag)
+                         : find_block(&block, pool, bytes, rounded, stream, tag);
+    } while (RBI_UNLIKELY(pool->heap.late.owner != 0) && status == REBATCH_OK &&
+             !rbi_old_buffers_pass(pool, block));
     if (RBI_UNLIKELY(status != REBATCH_OK))
         return status;
     rbi_assert(block->bytes == rounded && rbi_stream_of(block)->stream == stream);

@@ -30,9 +30,11 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
         rbi_plan_note_free(pool, block);
     rbi_pool_count_free(pool, block);
     pool->stats.rolled_back_blocks += rolled_back;
+    const uint64_t owner =
+        block->resident ? pool->residents[block->resident].owner : pool->heap.late.owner;
+    if (rolled_back && RBI_UNLIKELY(owner != 0))
+        rbi_late_own(&pool->heap.late, block->address, owner);
     if (RBI_UNLIKELY(block->resident)) {
-        if (rolled_back)
-            rbi_old_buffers_add(pool, block);
         rbi_assert(pool->residents[block->resident].bytes >= block->bytes);
         pool->residents[block->resident].bytes -= block->bytes;
         block->resident = 0;
@@ -102,38 +104,22 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
     return refuse_pointer(pool, pointer);
 }
 
-/* A resize frees what was taken back of it before. Another thread, and pressure, do not. */
-static bool is_of_old_buffer(rebatch_pool *pool, const void *pointer, bool is_live, bool is_older)
-{
-    struct rbi_old_buffers *const old = &pool->old_buffers;
-    if (rbi_pool_is_other_thread(pool, pool->owner_thread) || rbi_pool_is_pressing(pool) ||
-        !rbi_old_buffers_take(pool, pointer))
-        return false;
-    if (is_live && (!old->doubtful || is_older))
-        old->doubtful = pointer;
-    pool->stats.late_frees++;
-    return true;
-}
-
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
     struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
-    if (RBI_UNLIKELY(pool->old_buffers.is_open) &&
-        is_of_old_buffer(pool, pointer, is_live, is_not_of_scope))
+    if (RBI_UNLIKELY(pool->heap.late.owner != 0) &&
+        rbi_old_buffers_free(pool, pointer, is_not_of_scope ? block : NULL))
         return REBATCH_OK;
     if (!is_live) {
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-        if (!pool->old_buffers.is_open)
-            rbi_old_buffers_forget(&pool->old_buffers, pointer);
     } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
         defer(pool, block);
-        pool->old_buffers.freed++;
     } else {
         if (is_not_of_scope)
             rbi_scope_pass_over(pool, block, false);

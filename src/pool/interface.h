@@ -85,20 +85,22 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope)
  * ignored. */
 rebatch_status rbi_scope_commit_resident(rebatch_pool *pool, rebatch_scope scope);
 void rbi_pool_free_resident(rebatch_pool *pool);
-/* Around a call that makes what will be resident. Of what was taken back of its `owner` it may free
- * each address once: that is ignored, whoever has the address by then. */
-void rbi_old_buffers_begin(rebatch_pool *pool, uint64_t owner);
-/* The call is over: its blocks are those from a sequence on that its scope takes in.
- * REBATCH_E_HOST_OOM: they cannot be made resident. */
-rebatch_status rbi_old_buffers_prepare(rebatch_pool *pool, uint64_t first_sequence);
-/* The call has failed: the frees that wait in its scope are carried out for good, and may come
- * again in the next call, but for those of blocks that `is_known`. That runs with the lock held, so
- * it must not call the pool. */
-void rbi_old_buffers_finish_frees(rebatch_pool *pool, rebatch_scope scope,
-                                  bool (*is_known)(void *user, const void *address), void *user);
-/* Its blocks are resident; or it has failed, and they are yet to be taken back. Gives the first
- * block in use whose free was ignored, where fewer were than the call has made; NULL: none. */
-const void *rbi_old_buffers_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed);
+/* Around a resize, which makes what will be resident. What was taken back of its owner before, it
+ * may free at any moment: that is ignored, as no block that it makes begins there, where the device
+ * has pages. What it frees of older memory is free at once, also when it fails, but for blocks that
+ * `is_guarded`, which runs with the lock held, so that it must not call the pool. */
+struct rbi_block;
+struct rbi_old_buffers {
+    uint64_t owner; /* not 0 */
+    bool (*is_guarded)(void *user, const void *address);
+    void *user;
+    size_t depth;            /* of scopes, when it begins; filled in, as is the next */
+    struct rbi_block *aside; /* beginnings of blocks that are out of use till then */
+};
+/* @param[in,out] call  what to begin; then what ran around it, for the end */
+void rbi_old_buffers_begin(rebatch_pool *pool, struct rbi_old_buffers *call);
+/* Its blocks are resident, or it has failed and they are taken back. */
+void rbi_old_buffers_end(rebatch_pool *pool, const struct rbi_old_buffers *outer, bool has_failed);
 /* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);

@@ -1,186 +1,75 @@
-/* Owns whose blocks are resident, and the addresses of old buffers: those that were taken back
- * of a resize, which may free them late, each once, whoever has the address by then.
+/* Owns whose blocks are resident, and the addresses of those that were taken back of a resize,
+ * which may free them late: none of its new blocks begins there.
  * Must not know what a resize is for. */
-#include <string.h>
-
 #include "pool/pool.h"
 
-/* More than that are forgotten, the oldest first. */
-#define OLD_BUFFERS_MOST 65536
-
-static void forget_oldest(struct rbi_old_buffers *old, size_t count)
+void rbi_old_buffers_begin(rebatch_pool *pool, struct rbi_old_buffers *call)
 {
-    old->count -= count;
-    memmove(old->entries, old->entries + count, old->count * sizeof *old->entries);
-}
-
-static bool prepare(struct rbi_old_buffers *old, size_t more)
-{
-    if (old->count + more > OLD_BUFFERS_MOST)
-        forget_oldest(old, rbi_min(old->count, old->count + more - OLD_BUFFERS_MOST));
-    if (old->count + more <= old->capacity)
-        return true;
-    const size_t capacity = 2 * (old->count + more);
-    struct rbi_old_buffer *const entries = rbi_heap_calloc(capacity, sizeof *entries);
-    if (!entries)
-        return false;
-    if (old->count)
-        memcpy(entries, old->entries, old->count * sizeof *entries);
-    rbi_heap_free(old->entries);
-    old->entries = entries;
-    old->capacity = capacity;
-    return true;
-}
-
-static void add(struct rbi_old_buffers *old, const void *address, uint64_t owner)
-{
-    if (old->count < old->capacity)
-        old->entries[old->count++] = (struct rbi_old_buffer){address, owner, false};
-}
-
-void rbi_old_buffers_add(rebatch_pool *pool, const struct rbi_block *block)
-{
-    rbi_assert(block->resident != 0);
-    add(&pool->old_buffers, block->address, pool->residents[block->resident].owner);
-}
-
-void rbi_old_buffers_note(rebatch_pool *pool, const void *address)
-{
-    add(&pool->old_buffers, address, pool->old_buffers.owner);
-}
-
-bool rbi_old_buffers_take(rebatch_pool *pool, const void *address)
-{
+    rbi_lock_take(&pool->lock);
     struct rbi_old_buffers *const old = &pool->old_buffers;
-    for (size_t i = old->count; i-- > 0;) {
-        struct rbi_old_buffer *const entry = &old->entries[i];
-        if (entry->address == address && entry->owner == old->owner && !entry->is_taken) {
-            entry->is_taken = true;
-            old->freed++;
-            return true;
-        }
+    const struct rbi_old_buffers outer = *old;
+    *old = *call;
+    *call = outer;
+    old->depth = pool->depth;
+    pool->heap.late.owner = old->owner;
+    pool->heap.late.rollback++; /* as whose late frees are known */
+    rbi_pool_give_lock(pool);
+}
+
+void rbi_old_buffers_end(rebatch_pool *pool, const struct rbi_old_buffers *outer, bool has_failed)
+{
+    rbi_pool_take_lock(pool);
+    struct rbi_old_buffers *const old = &pool->old_buffers;
+    if (!has_failed) { /* the program has the pointers to its new ones */
+        pool->residents[pool->resident_of].owner = old->owner;
+        rbi_late_disown(&pool->heap.late, old->owner);
+    }
+    for (struct rbi_block *b = old->aside, *next; b; b = next) {
+        next = b->next;
+        (void)rbi_block_put(&pool->heap, b);
+    }
+    *old = *outer;
+    pool->heap.late.owner = old->owner;
+    rbi_pool_end_free(pool);
+}
+
+/* ---- within the call ---- */
+
+bool rbi_old_buffers_pass(rebatch_pool *pool, struct rbi_block *block)
+{
+    struct rbi_late *const late = &pool->heap.late;
+    if (rbi_late_owner(late, block->address) == 0 || block->planned)
+        return true;
+    if (!pool->has_space || !rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3)) {
+        rbi_late_own(late, block->address, 0); /* it is the new block's now */
+        return true;
+    }
+    rbi_table_remove(&pool->heap.table, block);
+    rbi_late_add(late, block->address);
+    block->late = false;
+    block->state = RBI_BLOCK_HELD;
+    block = rbi_block_hold_front(pool, block);
+    if (block) {
+        block->next = pool->old_buffers.aside;
+        pool->old_buffers.aside = block;
     }
     return false;
 }
 
-void rbi_old_buffers_forget(struct rbi_old_buffers *old, const void *address)
-{
-    for (size_t i = old->count; i-- > 0;)
-        if (old->entries[i].address == address) {
-            old->entries[i] = old->entries[--old->count];
-            return;
-        }
-}
-
-static size_t count_of_owner(const struct rbi_old_buffers *old)
-{
-    size_t count = 0;
-    for (size_t i = 0; i < old->count; i++)
-        count += old->entries[i].owner == old->owner;
-    return count;
-}
-
-void rbi_old_buffers_begin(rebatch_pool *pool, uint64_t owner)
-{
-    struct rbi_old_buffers *const old = &pool->old_buffers;
-    rbi_lock_take(&pool->lock);
-    old->has_failed = old->has_failed && old->owner == owner;
-    old->owner = owner;
-    if (!old->has_failed)
-        old->held = count_of_owner(old);
-    old->is_open = true;
-    old->freed = 0;
-    old->doubtful = NULL;
-    rbi_pool_give_lock(pool);
-}
-
-/* The blocks in use that the call has made, those that are resident, and those that wait to be free
- * (rbi_old_buffers_finish_frees()). */
-static size_t count_blocks(const rebatch_pool *pool, uint64_t first_sequence)
-{
-    size_t count = 0;
-    const struct rbi_block *const ring = &pool->by_sequence;
-    for (const struct rbi_block *b = ring->previous; b != ring; b = b->previous)
-        count += b->resident || (b->sequence >= first_sequence && !b->outside) ||
-                 b->state == RBI_BLOCK_DEFERRED;
-    return count;
-}
-
-rebatch_status rbi_old_buffers_prepare(rebatch_pool *pool, uint64_t first_sequence)
-{
-    rbi_lock_take(&pool->lock);
-    pool->old_buffers.is_open = false;
-    const bool has_room = prepare(&pool->old_buffers, count_blocks(pool, first_sequence));
-    rbi_pool_give_lock(pool);
-    return has_room ? REBATCH_OK
-                    : rbi_error(REBATCH_E_HOST_OOM, "no host memory to note the buffers of a size");
-}
-
-/* A later call of the same resize has what this one made. */
-static void forget_owner(struct rbi_old_buffers *old)
-{
-    size_t kept = 0;
-    for (size_t i = 0; i < old->count; i++)
-        if (old->entries[i].owner != old->owner)
-            old->entries[kept++] = old->entries[i];
-    old->count = kept;
-}
-
-static void keep_resident(rebatch_pool *pool)
-{
-    pool->residents[pool->resident_of].owner = pool->old_buffers.owner;
-    forget_owner(&pool->old_buffers);
-}
-
-static size_t count_made(const rebatch_pool *pool, uint64_t first_sequence)
-{
-    size_t made = 0;
-    const struct rbi_block *const ring = &pool->by_sequence;
-    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
-         b = b->previous)
-        made += b->resident || !b->outside;
-    return made;
-}
-
-/* Whether the block that is doubtful is new, and the call has freed as many blocks that were there
- * before as it has made new ones, or as there were: then the frees were meant for the old ones. */
-static bool has_freed_all(const rebatch_pool *pool, uint64_t first_sequence, size_t made)
+bool rbi_old_buffers_free(rebatch_pool *pool, const char *pointer, struct rbi_block *older)
 {
     const struct rbi_old_buffers *const old = &pool->old_buffers;
-    const struct rbi_block *const block =
-        old->doubtful ? rbi_table_find(&pool->heap.table, old->doubtful) : NULL;
-    const size_t least = old->has_failed ? rbi_min(made, old->held) : made;
-    return block && block->sequence >= first_sequence && old->freed >= least;
-}
-
-/* The next call may find the pointers of before this one, and those of this one. */
-static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
-{
-    struct rbi_old_buffers *const old = &pool->old_buffers;
-    for (size_t i = 0; i < old->count; i++)
-        if (old->entries[i].owner == old->owner)
-            old->entries[i].is_taken = false;
-    const struct rbi_block *const ring = &pool->by_sequence;
-    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
-         b = b->previous)
-        if (!b->outside)
-            add(old, b->address, old->owner);
-}
-
-const void *rbi_old_buffers_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
-{
-    rbi_lock_take(&pool->lock);
-    struct rbi_old_buffers *const old = &pool->old_buffers;
-    const size_t made = count_made(pool, first_sequence);
-    const void *const doubtful = has_freed_all(pool, first_sequence, made) ? NULL : old->doubtful;
-    if (has_failed)
-        keep_all(pool, first_sequence);
-    else
-        keep_resident(pool);
-    old->has_failed = has_failed;
-    old->held = old->held + made - rbi_min(old->held + made, old->freed);
-    rbi_pool_give_lock(pool);
-    return doubtful;
+    if (rbi_pool_is_other_thread(pool, pool->owner_thread) || rbi_pool_is_pressing(pool))
+        return false;
+    if (rbi_late_owner(&pool->heap.late, pointer) == old->owner) {
+        pool->stats.late_frees++;
+        return true;
+    }
+    if (!older || pool->depth != old->depth || old->is_guarded(old->user, pointer))
+        return false;
+    rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
+    rbi_scope_free_past(pool, older);
+    return true;
 }
 
 /* ---- whose they are ---- */
@@ -211,9 +100,4 @@ unsigned rbi_residents_enter(rebatch_pool *pool, unsigned number)
     pool->resident_of = number;
     rbi_pool_give_lock(pool);
     return before;
-}
-
-void rbi_old_buffers_destroy(struct rbi_old_buffers *old)
-{
-    rbi_heap_free(old->entries);
 }

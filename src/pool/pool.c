@@ -149,7 +149,6 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_pool_destroy_streams(pool);
     rbi_blocks_close(&pool->heap);
     rbi_nodes_destroy(&pool->use_nodes);
-    rbi_old_buffers_destroy(&pool->old_buffers);
     rbi_plan_close(&pool->plan);
     rbi_event_log_close(&pool->log);
     rbi_heap_free(pool->space);

@@ -87,29 +87,10 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* What was taken back of resize callbacks, and may be freed late (old_buffers.c).
- *   entries beyond count: as many as there are resident blocks */
-struct rbi_old_buffer {
-    const void *address;
-    uint64_t owner;
-    bool is_taken; /* freed late in the call that runs */
-};
-struct rbi_old_buffers {
-    struct rbi_old_buffer *entries;
-    size_t count, capacity;
-    uint64_t owner;  /* of the call that runs, or ran last */
-    bool is_open;    /* a call runs */
-    size_t freed;    /* blocks by it that were there before: old buffers, and others' */
-    size_t held;     /* old buffers that the program has pointers to, at least, when it begins */
-    bool has_failed; /* the call before it */
-    const void *doubtful; /* an address in it that was freed late and is a block in use: the last of
-                             an older block, else the first */
-};
-
 /* What of a session is resident. */
 struct rbi_residents {
     uint64_t bytes; /* sum over the blocks with its number */
-    uint64_t owner; /* of the call that made them */
+    uint64_t owner; /* of the resize that made them */
     bool is_open;
 };
 
@@ -187,7 +168,7 @@ struct rebatch_pool {
 
     struct rbi_residents residents[RBI_POOL_RESIDENTS]; /* by number; the first is nobody's */
     unsigned resident_of;                               /* whose turn it is */
-    struct rbi_old_buffers old_buffers;
+    struct rbi_old_buffers old_buffers;                 /* of the resize that runs */
 
     struct rbi_pressure pressures[RBI_POOL_PRESSURES];
     size_t pressure_count;
@@ -262,17 +243,14 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
     rbi_lock_give(&pool->lock);
 }
 
-/* ---- addresses of old buffers (old_buffers.c); all with the lock held ---- */
+/* ---- within a resize (old_buffers.c); all with the lock held ---- */
 
-/* A resident block is taken back. There is room for it. */
-void rbi_old_buffers_add(rebatch_pool *pool, const struct rbi_block *block);
-/* Its resize has freed the block at an address, and may do so again. There is room for it. */
-void rbi_old_buffers_note(rebatch_pool *pool, const void *address);
-/* Whether an address is one that the call that runs may free late: it does so once. */
-bool rbi_old_buffers_take(rebatch_pool *pool, const void *address);
-/* It was freed late outside of such a call. */
-void rbi_old_buffers_forget(struct rbi_old_buffers *old, const void *address);
-void rbi_old_buffers_destroy(struct rbi_old_buffers *old);
+/* Whether a new block, which is in no list, may begin where it does. Where it may not, its
+ * beginning is out of use until the call is over, the rest is free, and another is to be found. */
+bool rbi_old_buffers_pass(rebatch_pool *pool, struct rbi_block *block);
+/* Whether a free is done with: that of an old buffer's address is ignored, and that of an `older`
+ * block (NULL: it is none) is for good, as the program overwrites its pointers. */
+bool rbi_old_buffers_free(rebatch_pool *pool, const char *pointer, struct rbi_block *older);
 
 /* ---- where free blocks are cut; all with the lock held ---- */
 
@@ -306,6 +284,10 @@ size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *b
 size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first);
 /* A block in no list has memory that the device did not unmap: nobody gets it from now on. */
 void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block);
+/* Of a block in no list nobody gets the beginning until rbi_block_put(): its first pages, unmapped,
+ * so that their memory is of use elsewhere, where that can be done, else a unit. The rest is free.
+ * Gives the beginning; NULL: it is lost. Needs three spare nodes. */
+struct rbi_block *rbi_block_hold_front(rebatch_pool *pool, struct rbi_block *block);
 /* All free blocks become the stream's; all work must be done. */
 void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* Unmaps wholly free pages whose work is done, until `wanted` are spare or there are no more.
@@ -518,6 +500,8 @@ void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
 /* The free of a block waits for the commit of a scope. */
 void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block);
+/* Frees a block in use as one that was taken back, past the scopes of rbi_scope_begin_phase(). */
+void rbi_scope_free_past(rebatch_pool *pool, struct rbi_block *block);
 /* Adds what `from` has seen to `to`, the scope around it. */
 void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from);
 struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool);

@@ -147,6 +147,36 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
     return stop == end;
 }
 
+struct rbi_block *rbi_block_hold_front(rebatch_pool *pool, struct rbi_block *block)
+{
+    rbi_assert(block->state == RBI_BLOCK_HELD);
+    char *const address = block->address, *first;
+    block = rbi_block_put(&pool->heap, block); /* chunks reach beyond it */
+    rbi_lists_remove(block);
+    block->state = RBI_BLOCK_HELD;
+    (void)rbi_pool_await(pool, rbi_stream_of(block), block->freed_at);
+    block = put_part(pool, block, address);
+    size_t bytes = REBATCH_POOL_UNIT_BYTES;
+    bool is_lost = false;
+    const bool is_unmapped = rbi_block_own_pages(pool, block, &first) > 0 && first == address &&
+                             block->freed_at <= rbi_stream_of(block)->clear;
+    if (is_unmapped) {
+        struct rbi_map *const map = block->range->map;
+        bytes = rbi_map_widen(map, &first, 1) * pool->page_bytes;
+        RBI_RECORD(pool, UNMAP, first, bytes, rbi_stream_of(block)->stream, 0);
+        is_lost = rbi_map_unmap(&pool->vm, map, first, first + bytes) == first;
+        if (is_lost)
+            bytes = rbi_map_quarantine(&pool->vm, map, first);
+    }
+    if (bytes < block->bytes)
+        (void)rbi_block_put(&pool->heap, rbi_block_split(&pool->heap, block, bytes));
+    if (is_lost)
+        rbi_block_lose(pool, block);
+    else if (is_unmapped)
+        rbi_block_give(block, &pool->space->lists);
+    return is_lost ? NULL : block;
+}
+
 /* Unmaps `most` of a block's wholly free pages, or as many as there are, those next to a hole if
  * there is one; more where a larger piece is among them. False when no more can be done. */
 static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t most)

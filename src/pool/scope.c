@@ -254,6 +254,12 @@ static bool take_out_of_use(rebatch_pool *pool, struct rbi_block *block)
     return false;
 }
 
+void rbi_scope_free_past(rebatch_pool *pool, struct rbi_block *block)
+{
+    if (take_out_of_use(pool, block))
+        finish_free(pool, block, true);
+}
+
 void rbi_pool_free_resident(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
@@ -264,7 +270,7 @@ void rbi_pool_free_resident(rebatch_pool *pool)
         next = b->next;
         if (b->resident != pool->resident_of || !take_out_of_use(pool, b))
             continue;
-        rbi_old_buffers_add(pool, b);
+        rbi_late_own(&pool->heap.late, b->address, pool->residents[b->resident].owner);
         *left -= b->bytes;
         b->resident = 0;
         rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
@@ -292,41 +298,14 @@ void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
     rbi_pool_end_free(pool);
 }
 
-/* The list of frees that wait in a scope, which loses them; NULL: none, or there is no scope. */
-static struct rbi_block *take_all_deferred(struct rbi_scope *scope)
-{
-    struct rbi_block *const first = scope ? scope->deferred : NULL;
-    if (scope)
-        scope->deferred = NULL;
-    return first;
-}
-
-void rbi_old_buffers_finish_frees(rebatch_pool *pool, rebatch_scope handle,
-                                  bool (*is_known)(void *user, const void *address), void *user)
-{
-    rbi_pool_take_lock(pool);
-    struct rbi_scope *const scope = find_open(pool, handle);
-    struct rbi_block *block = take_all_deferred(scope);
-    while (block) {
-        struct rbi_block *const next = block->next_deferred;
-        block->next_deferred = NULL;
-        if (is_known(user, block->address)) {
-            rbi_scope_push_deferred(scope, block);
-        } else {
-            rbi_old_buffers_note(pool, block->address);
-            finish_free(pool, block, true);
-        }
-        block = next;
-    }
-    rbi_pool_end_free(pool);
-}
-
 void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
                       bool (*is_known)(void *user, const void *address), void *user)
 {
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
-    struct rbi_block *block = take_all_deferred(scope);
+    struct rbi_block *block = scope ? scope->deferred : NULL;
+    if (scope)
+        scope->deferred = NULL;
     while (block) {
         struct rbi_block *const next = block->next_deferred;
         if (is_known(user, block->address)) {

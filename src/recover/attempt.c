@@ -540,44 +540,8 @@ static uint64_t owner_of(const rebatch *rb)
 {
     const uint64_t factor = UINT64_C(0x9e3779b97f4a7c15);
     return ((uint64_t)(uintptr_t)rb->run.ops->resize * factor ^ (uint64_t)(uintptr_t)rb->run.user) *
-           factor;
-}
-
-/* resize has freed the address of an old buffer, which may be a mistake where a new block is. */
-static void warn_of_late_free(rebatch *rb, const void *address)
-{
-    char text[160];
-    struct rbi_text t = {text, sizeof text, 0};
-    if (rb->has_warned_of_late_free)
-        return;
-    rb->has_warned_of_late_free = true;
-    rbi_text_add(&t,
-                 "%p; it counts as the old buffer's, and the new block stays: expected old buffers "
-                 "to be freed before new ones are allocated, or not at all",
-                 address);
-    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_LATE_FREE);
-    rbi_event_end(&event, rb);
-    event.text = text;
-    rbi_event_emit(rb, &event);
-}
-
-/* Also where it failed there must be a note of what it made. */
-static rebatch_status commit_resize(rebatch *rb, rebatch_scope scope, rebatch_status status,
-                                    uint64_t first_sequence)
-{
-    const rebatch_status noted = rbi_old_buffers_prepare(rb->pool, first_sequence);
-    if (status && status != REBATCH_OOM)
-        return status;
-    if (noted || status)
-        return noted ? noted : status;
-    return rbi_scope_commit_resident(rb->pool, scope)
-               ? rbi_error(REBATCH_E_STATE, "resize returned with a scope of its own still open")
-               : REBATCH_OK;
-}
-
-static bool may_come_back(void *user, const void *address)
-{
-    return rbi_guards_bring_back(user, address);
+               factor |
+           1;
 }
 
 rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
@@ -587,21 +551,18 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
     rebatch_status status = open_change(rb, &call);
     if (status)
         return status;
-    rbi_old_buffers_begin(rb->pool, owner_of(rb));
+    struct rbi_old_buffers old = {
+        .owner = owner_of(rb), .is_guarded = rbi_guards_bring_back, .user = rb};
+    rbi_old_buffers_begin(rb->pool, &old);
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
-    const uint64_t first_sequence = rbi_scope_first_sequence(rb->pool, call.scope);
-    status = commit_resize(rb, call.scope, status, first_sequence);
-    if (status) /* the program has overwritten its pointers to what it freed */
-        rbi_old_buffers_finish_frees(rb->pool, call.scope, may_come_back, rb);
-    const void *const doubtful =
-        rbi_old_buffers_end(rb->pool, first_sequence, status != REBATCH_OK);
+    if (status == REBATCH_OK && rbi_scope_commit_resident(rb->pool, call.scope))
+        status = rbi_error(REBATCH_E_STATE, "resize returned with a scope of its own still open");
     if (status)
         status = give_up(rb, &call, status);
+    rbi_old_buffers_end(rb->pool, &old, status != REBATCH_OK);
     rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, status == REBATCH_OK);
-    if (doubtful && !status)
-        warn_of_late_free(rb, doubtful);
     return status;
 }
 

@@ -61,7 +61,7 @@ static bool copies_know(const rebatch *rb, const void *address, bool with_callba
     return false;
 }
 
-bool rbi_guards_bring_back(const rebatch *rb, const void *address)
+bool rbi_guards_bring_back(void *rb, const void *address)
 {
     return copies_know(rb, address, true);
 }

@@ -84,8 +84,9 @@ enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
  * pressure callback within it has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
-/* While lighten or resize runs: whether a copy, which may be put back, has that pointer. */
-bool rbi_guards_bring_back(const rebatch *rb, const void *address);
+/* While lighten or resize of a session runs: whether a copy, which may be put back, has that
+ * pointer. */
+bool rbi_guards_bring_back(void *rb, const void *address);
 void rbi_guards_release(rebatch *rb);
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
 void rbi_guards_watch_pressure(rebatch *rb);
@@ -816,7 +817,6 @@ struct rebatch {
     void (*declares[RBI_CALLBACKS])(void);
     bool has_declared[RBI_CALLBACKS]; /* one of these has called rebatch_mutating(), once */
     bool has_warned_of_promise;       /* of an update that did not */
-    bool has_warned_of_late_free;     /* of resize */
 
     /* what the program names */
     struct rbi_watched *watched;

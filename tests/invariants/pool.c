@@ -49,7 +49,8 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
     default:
-        CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0 || b == pool->plan.arena);
+        CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0 || b == pool->plan.arena ||
+              pool->old_buffers.aside);
     }
     CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
           (offset % pool->page_bytes == 0 && b->bytes % pool->page_bytes == 0));
@@ -98,7 +99,8 @@ static bool are_pages_valid(const rebatch_pool *pool, const struct rbi_range *r,
 {
     const size_t first = (size_t)(b->address - r->address) / pool->page_bytes;
     const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->page_bytes;
-    const bool gap = b->state == RBI_BLOCK_HOLE;
+    const bool gap = b->state == RBI_BLOCK_HOLE ||
+                     (b->state == RBI_BLOCK_HELD && b->lists == &pool->space->lists);
     for (size_t i = first; i <= last; i++) {
         CHECK(b->state == RBI_BLOCK_LOST ||
               gap != rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes));

@@ -55,11 +55,13 @@ Test(pool_table, without_heap_it_does_as_it_is)
     rbi_table_destroy(&table);
 }
 
-/* Added, given out again, forgotten when there are too many: as a naive list has it. */
+/* Added, given out again, owned until the owner lets go, forgotten when there are too many: as a
+ * naive list has it. */
 Test(pool_late, it_agrees_with_a_naive_list)
 {
-    enum { UNITS = 3000 };
+    enum { UNITS = 3000, OWNERS = 3 };
     static bool model[UNITS];
+    static uint64_t owners[UNITS];
     struct rbi_late late = {.rollback = 1};
     uint64_t random = 1;
     cr_assert_not(rbi_late_has(&late, address_of(1)));
@@ -73,11 +75,21 @@ Test(pool_late, it_agrees_with_a_naive_list)
             rbi_late_add(&late, address_of(unit));
         else
             rbi_late_remove(&late, address_of(unit));
+        if (n % 20 == 0)
+            rbi_late_own(&late, address_of(unit), owners[unit] = 1 + draw(&random) % OWNERS);
+        if (n % 5000 == 0) {
+            const uint64_t owner = draw(&random) % (1 + OWNERS);
+            rbi_late_disown(&late, owner);
+            for (size_t i = 0; i < UNITS; i++)
+                owners[i] = !owner || owners[i] == owner ? 0 : owners[i];
+        }
         cr_assert(!late.crowded || rbi_late_prepare(&late, 1));
         cr_assert_leq(late.used * 2, late.capacity);
     }
-    for (size_t unit = 0; unit < UNITS; unit++)
+    for (size_t unit = 0; unit < UNITS; unit++) {
         cr_assert_eq(rbi_late_has(&late, address_of(unit)), model[unit]);
+        cr_assert_eq(rbi_late_owner(&late, address_of(unit)), owners[unit]);
+    }
     rbi_late_destroy(&late);
 }
 
@@ -126,8 +138,10 @@ Test(pool_late, without_heap_old_rollbacks_make_place)
     rbi_heap_fail(1, UINT64_MAX);
     for (size_t rollback = 1; rollback < 50; rollback++) {
         late.rollback = rollback;
-        for (size_t i = 0; i < BLOCKS; i++)
+        for (size_t i = 0; i < BLOCKS; i++) {
+            rbi_late_own(&late, address_of(rollback * BLOCKS + i), rollback);
             rbi_late_add(&late, address_of(rollback * BLOCKS + i));
+        }
         for (size_t i = 0; i < BLOCKS; i++)
             cr_assert(rbi_late_has(&late, address_of(rollback * BLOCKS + i)));
         cr_assert(rbi_late_prepare(&late, BLOCKS));

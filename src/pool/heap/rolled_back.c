@@ -20,15 +20,19 @@ static struct rbi_late_entry *probe(const struct rbi_late *late, const char *add
     }
 }
 
-/* Puts what rollbacks after `last` took back into the empty `to`. */
+/* Puts what rollbacks after `last` took back, and what has an owner, into the empty `to`. */
 static void move(struct rbi_late *to, const struct rbi_late *from, uint64_t last)
 {
     to->used = to->count = 0;
     for (size_t i = 0; i < from->capacity; i++) {
-        if (from->entries[i].rollback <= last)
+        struct rbi_late_entry entry = from->entries[i];
+        if (entry.rollback <= last)
+            entry.rollback = 0;
+        if (!entry.rollback && !entry.owner)
             continue;
-        *probe(to, from->entries[i].address) = from->entries[i];
-        to->used = ++to->count;
+        *probe(to, entry.address) = entry;
+        to->used++;
+        to->count += entry.rollback != 0;
     }
 }
 
@@ -85,6 +89,10 @@ static uint64_t before_latest(const struct rbi_late *late)
 static void forget_useless(struct rbi_late *late)
 {
     clean(late, late->count > RBI_POOL_LATE_MOST ? before_latest(late) : 0);
+    if (late->used - late->count > RBI_POOL_LATE_MOST) {
+        rbi_late_disown(late, 0);
+        clean(late, 0);
+    }
 }
 
 static bool is_crowded(const struct rbi_late *late)
@@ -111,18 +119,30 @@ static void make_place(struct rbi_late *late)
     forget_useless(late);
     if (is_crowded(late))
         clean(late, late->rollback - 1);
+    if (is_crowded(late)) {
+        rbi_late_disown(late, 0);
+        clean(late, late->rollback - 1);
+    }
 }
 
-void rbi_late_add(struct rbi_late *late, const char *address)
+/* The entry of an address, which is there from now on. */
+static struct rbi_late_entry *open_entry(struct rbi_late *late, const char *address)
 {
     rbi_assert(late->capacity != 0 && late->rollback != 0);
     if (2 * late->used >= late->capacity)
         make_place(late);
     struct rbi_late_entry *entry = probe(late, address);
     late->used += !entry->address;
-    late->count += entry->rollback == 0;
-    *entry = (struct rbi_late_entry){address, late->rollback};
     late->crowded = is_crowded(late);
+    entry->address = address;
+    return entry;
+}
+
+void rbi_late_add(struct rbi_late *late, const char *address)
+{
+    struct rbi_late_entry *entry = open_entry(late, address);
+    late->count += entry->rollback == 0;
+    entry->rollback = late->rollback;
 }
 
 void rbi_late_remove(struct rbi_late *late, const char *address)
@@ -135,6 +155,23 @@ void rbi_late_remove(struct rbi_late *late, const char *address)
 bool rbi_late_has(const struct rbi_late *late, const char *address)
 {
     return late->capacity != 0 && probe(late, address)->rollback != 0;
+}
+
+void rbi_late_own(struct rbi_late *late, const char *address, uint64_t owner)
+{
+    open_entry(late, address)->owner = owner;
+}
+
+uint64_t rbi_late_owner(const struct rbi_late *late, const char *address)
+{
+    return late->capacity != 0 ? probe(late, address)->owner : 0;
+}
+
+void rbi_late_disown(struct rbi_late *late, uint64_t owner)
+{
+    for (size_t i = 0; i < late->capacity; i++)
+        if (owner == 0 || late->entries[i].owner == owner)
+            late->entries[i].owner = 0;
 }
 
 void rbi_late_destroy(struct rbi_late *late)
