@@ -16,12 +16,14 @@
 
 /* Where a rank is between two tries, and what it does there. */
 #define CHANGE_STATES(X) X(WINDOW) X(LOCKSTEP) X(ON_HOST) X(LOST)
-#define CHANGE_EVENTS(X) X(LEAVE) X(RETURN) X(BREAK)
+#define CHANGE_EVENTS(X) X(LEAVE) X(RETURN) X(STAY) X(BREAK)
 #define CHANGE_TRANSITIONS(X)                                                                      \
     X(WINDOW, LEAVE, LOCKSTEP)                                                                     \
     X(LOCKSTEP, LEAVE, ON_HOST) /* the device's part of the sums */                                \
     X(LOCKSTEP, RETURN, WINDOW)                                                                    \
+    X(LOCKSTEP, STAY, LOCKSTEP)                                                                    \
     X(ON_HOST, RETURN, WINDOW)                                                                     \
+    X(ON_HOST, STAY, LOCKSTEP) /* sums are on the device again */                                  \
     X(WINDOW, BREAK, LOST)                                                                         \
     X(LOCKSTEP, BREAK, LOST)                                                                       \
     X(ON_HOST, BREAK, LOST)
@@ -107,7 +109,7 @@ inline come_back()
     if
     :: !ok -> is_broken = true
     :: ok && failed == 0 -> happens(RETURN)
-    :: else -> at = (at == ON_HOST -> LOCKSTEP : at) /* sums are on the device again */
+    :: else -> happens(STAY)
     fi
 }
 

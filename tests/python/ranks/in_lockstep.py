@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from models import FailAt, Unseen, fails_above, same_bits
-from rebatch.torch.ranks import ranks as ranks_module
+from rebatch.torch.ranks import ways as ways_module
 from sharded import (
     Part,
     adam,
@@ -197,7 +197,7 @@ def fails_in_window(replicas=0):
     a training whose second step was the first in lockstep, warnings, and the calls of loss_fn on
     each rank. Then there is room again, and a later step runs in the window."""
     states, said = [], []
-    ranks_module._RETURN_AFTER = 2
+    ways_module._RETURN_AFTER = 2
     for window in (None, True):
         model, is_short, calls = sharded(plain(), replicas=replicas), [False], Unseen(0)
 
@@ -236,7 +236,7 @@ def fails_in_window(replicas=0):
 def _train_changing(fails_at, is_failing, failing_step, replicas):
     """(state, error, the mode of the step that fails). The second of four steps goes over from the
     window to lockstep, and the last one back."""
-    ranks_module._RETURN_AFTER = 2
+    ways_module._RETURN_AFTER = 2
     model, is_short = model_of(replicas=replicas), [False]
 
     def limited(model, samples):

@@ -40,6 +40,7 @@ from rebatch.torch.ranks.fsdp.sharded_gradients import ShardedAccumulators
 from rebatch.torch.ranks.fsdp.window import Window, process_groups, window_of
 from rebatch.torch.ranks.fsdp.window_gradients import WindowAccumulators
 from rebatch.torch.ranks.votes import Votes
+from rebatch.torch.ranks.ways import Event, Way, Ways
 from rebatch.torch.session.gpu_wait import Work
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Exhausted, Lost, PeerFailed
@@ -50,7 +51,6 @@ from rebatch.torch.update.update import check_above_zero
 # What each rank's votes say beside the C library's words.
 _WEIGHT, _MICRO, _KEYS, _FAILURE = range(4)
 _RAN_OUT, _FAILED = 1.0, 2.0  # a rank's batch: out of memory, or for another reason
-_RETURN_AFTER = 64  # steps in lockstep; doubled each time that a window does not fit
 _MOST = 1 << 32  # calls have smaller numbers
 _TRIES = 3  # at what is needed after an OOM
 _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
@@ -101,15 +101,15 @@ class Ranks:
         # destroy_process_group() is to end its threads
         self._group: Callable[[], Any] = weakref.ref(group)
         self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
-        self.window = window  # of a model of fully_shard()
-        self.lockstep: Optional[Lockstep] = None
         if has_window is None and window and why_not(window):
             has_window = True
         self._has_window = has_window
-        # Where the way may change: both, made now, when memory is there.
-        self._ways = (window, Lockstep(window.root)) if window and has_window is None else None
-        self._return_at: Optional[int] = None  # the number of a step
-        self._wait = _RETURN_AFTER
+        # Of a model of fully_shard(). Where the way may change both, made now, as memory is there.
+        self._whole = None if isinstance(window, Lockstep) else window
+        self._cut = window if isinstance(window, Lockstep) else None
+        if window and has_window is None:
+            self._cut = Lockstep(window.root)
+        self._ways = Ways(Way.WINDOW if self._whole else Way.LOCKSTEP) if window else None
         sent = compression_of(wrappers)
         self._votes = Votes(group, timeout_seconds, values=4)
         self._votes.on_abort = weakly(self._abort)
@@ -118,75 +118,80 @@ class Ranks:
         self._has_compared, self._keys = False, ""  # those of the first batch
         self._update: Optional[Passes] = None  # of a model of fully_shard()
         self._local = LocalAccumulators()
-        self._reduced: SharedAccumulators = (
-            WindowAccumulators(window, timeout_seconds)
-            if window
-            else ReducedAccumulators(
+        self._reduced: SharedAccumulators = self._local
+        if self._ways:
+            self._go(self._ways.way)
+        else:
+            self._reduced = ReducedAccumulators(
                 group, timeout_seconds, caps_of(wrappers), sent, weakly(self._buffers)
             )
-        )
-        if isinstance(window, Lockstep):
-            self._begin_lockstep(window)
 
-    def _begin_lockstep(self, lockstep: Lockstep) -> None:
-        self.window = self.lockstep = lockstep
-        lockstep.set_timeout(self._timeout_seconds)
-        lockstep.on_lost = weakly(self._note_lost)
-        self._reduced = LockstepAccumulators(lockstep, self._timeout_seconds)
+    @property
+    def lockstep(self) -> Optional[Lockstep]:
+        """What runs the model's collectives where micro-batches gather the parameters."""
+        return self._cut if self._ways and self._ways.way is not Way.WINDOW else None
+
+    @property
+    def window(self) -> Optional[Window]:
+        """What gathers the parameters of a model of fully_shard(), whoever runs it."""
+        return self.lockstep or self._whole
+
+    def _go(self, way: Way) -> None:
+        """That way from now on."""
+        if way is Way.WINDOW:
+            assert self._whole is not None
+            self._reduced = WindowAccumulators(self._whole, self._timeout_seconds)
+        elif not isinstance(self._reduced, LockstepAccumulators):
+            assert self._cut is not None
+            self._cut.set_timeout(self._timeout_seconds)
+            self._cut.on_lost = weakly(self._note_lost)
+            self._reduced = LockstepAccumulators(self._cut, self._timeout_seconds)
+        if isinstance(self._reduced, LockstepAccumulators):
+            self._reduced.is_on_host = way is Way.ON_HOST
         self._join_update()
 
     def go_on(self, error: Exception, number: int) -> str:
         """What all ranks do about an error that ended step `number`, so that it can run again: a
         warning; "" where there is nothing. All ranks call this together."""
         if isinstance(error, NoRoom):
-            return self._leave_window(str(error), number)
+            return self._leave(number, str(error))
         failures = self._votes.received(_FAILURE)
         is_short = isinstance(error, (Exhausted, PeerFailed)) and max(failures) == _RAN_OUT
-        if not self.window or not is_short or self._votes.lost:
+        if not self._ways or not is_short or self._votes.lost:
             return ""
-        if not self.lockstep:
-            who = f"rank {failures.index(_RAN_OUT)}"
-            why = f"{who} ran out of memory beside the whole parameters"
-            return self._leave_window(why, number) if self._ways else ""
-        sums = self._reduced
-        if not isinstance(sums, LockstepAccumulators) or sums.is_on_host:
+        if self._ways.way is Way.ON_HOST or not self._cut:
             return ""
-        sums.is_on_host, self._return_at = True, number + self._wait
+        who = f"rank {failures.index(_RAN_OUT)}"
+        return self._leave(number, f"{who} ran out of memory beside the whole parameters")
+
+    def _leave(self, number: int, why: str) -> str:
+        assert self._ways is not None
+        self._go(self._ways.happens(Event.LEAVE, number))
+        if self._ways.way is Way.LOCKSTEP:
+            return (
+                f"rebatch: {why} of fully_shard(): micro-batches gather the parameters from now "
+                "on, and have the same sizes on all ranks"
+            )
         return (  # in lockstep a micro-batch fails on all ranks, so none is named
             "rebatch: the smallest micro-batch of fully_shard() ran out of memory in lockstep: "
             "gradients are summed in host memory from now on"
         )
 
-    def _leave_window(self, why: str, number: int) -> str:
-        assert self._ways is not None
-        self._return_at = number + self._wait
-        self._begin_lockstep(self._ways[1])
-        return (
-            f"rebatch: {why} of fully_shard(): micro-batches gather the parameters from now on, "
-            "and have the same sizes on all ranks"
-        )
-
     def come_back(self, number: int, beside_bytes: Callable[[], int]) -> bool:
-        """Some steps after go_on(): sums are on the device again, and where all ranks have memory
-        for the whole parameters, their gradients, and `beside_bytes`, the parameters are whole
-        from step `number` on. Returns whether they are. All ranks call this together."""
-        if self._return_at is None or number < self._return_at or not self.lockstep:
+        """Some steps after go_on(): where all ranks have memory for the whole parameters, their
+        gradients, and `beside_bytes`, the parameters are whole from step `number` on; else sums are
+        on the device again. Returns whether they are whole. All ranks call this together."""
+        if not self._ways or not self._ways.is_return_due(number):
             return False
-        self._wait *= 2
-        self._return_at = number + self._wait
-        if isinstance(self._reduced, LockstepAccumulators):
-            self._reduced.is_on_host = False
-        if not self._ways:
-            return False
+        may_return = self._whole is not None and self._can_gather(self._whole, beside_bytes)
+        way = self._ways.happens(Event.RETURN if may_return else Event.STAY, number)
+        self._go(way)
+        return may_return
+
+    def _can_gather(self, window: Window, beside_bytes: Callable[[], int]) -> bool:
         self._check_connection()
-        window = self._ways[0]
         why = self._prepare(lambda: window.prepare(beside_bytes()))
-        if self._vote_on(Call.RETURNS, why)[0] < self.size:
-            return False
-        self.window, self.lockstep = window, None
-        self._reduced = WindowAccumulators(window, self._timeout_seconds)
-        self._join_update()
-        return True
+        return self._vote_on(Call.RETURNS, why)[0] == self.size
 
     def take_update(self, update: Passes) -> None:
         """From now on an update of a model of fully_shard() clips by the norm that all ranks have
@@ -357,7 +362,7 @@ class Ranks:
 
     def _vote_to_gather(self, call: Call, why: str) -> None:
         failed, is_same = self._vote_on(call, why)
-        if failed < self.size and is_same and self._ways:
+        if failed < self.size and is_same and self._cut:
             raise NoRoom(f"rank {failed} has no memory for the whole parameters and gradients")
         if why:
             raise Exhausted(
