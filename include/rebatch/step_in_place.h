@@ -21,7 +21,7 @@
  *
  *  A block ends at its end, or with `continue`. One that is left by break, return, goto or an
  *  exception ends the step with REBATCH_E_STATE: it is undone, its update does not run, and
- *  rebatch_step_end() says so.
+ *  rebatch_step_end() says so. Without this call no other step begins.
  *
  *  A local variable of the function that a block changes has no certain value after an OOM in it
  *  (setjmp() in C), unless it is volatile or guarded (rebatch_guard()). Those that a block declares
@@ -43,7 +43,7 @@ extern "C" {
 #endif
 
 /** Begin a step whose micro-batches the program runs itself. After a failure there is nothing to
- *  run, and rebatch_step_end() returns the same status.
+ *  run, and rebatch_step_end(), which each step needs, returns the same status.
  *  @code
  *  const rebatch_microbatch *mb;
  *  rebatch_status status = rebatch_step_begin(rb, NULL, batch, NULL);

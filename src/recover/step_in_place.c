@@ -20,11 +20,18 @@ static rebatch_status run_update(void *user)
     return run_block(NULL, user);
 }
 
+/* Nobody has heard yet how the last step ended. */
+static bool is_over(const rebatch *rb)
+{
+    return rb && rb->in_place.state == RBI_IN_PLACE_OVER;
+}
+
 static rebatch_status check(rebatch_step_ops *out, const rebatch *rb, const rebatch_step_ops *given,
                             size_t batch)
 {
     static const rebatch_step_ops none = REBATCH_STEP_OPS_INIT;
-    if (rb && rb->run.ops == &rb->in_place.ops && !rb->callback.is_running)
+    const bool is_open = rb && rb->run.ops == &rb->in_place.ops && !rb->callback.is_running;
+    if (is_open || is_over(rb))
         return rbi_error(REBATCH_E_STATE, "rebatch_step_begin() was called before the last step "
                                           "had ended: expected rebatch_step_end()");
     const rebatch_status status =
@@ -63,8 +70,8 @@ rebatch_status rebatch_step_begin(rebatch *rb, const rebatch_step_ops *ops, size
 {
     rebatch_step_ops own;
     rebatch_status status = check(&own, rb, ops, batch);
-    if (status && (!rb || rb->run.ops))
-        return status; /* whatever runs goes on */
+    if (status && (!rb || rb->run.ops || is_over(rb)))
+        return status; /* whatever runs goes on, and what end() is to say stays */
     status = status ? rbi_vote_begin(rb, status) : REBATCH_OK;
     if (status) {
         rbi_step_report_refused(&rb->run.report, rb, status);
@@ -169,7 +176,7 @@ rebatch_status rebatch_step_end(rebatch *rb, rebatch_step_report *report)
         (void)close_step(rb, rbi_update_run(rb));
     else if (is_in(rb, RBI_IN_PLACE_UPDATES))
         (void)close_step(rb, REBATCH_OK);
-    if (rb->in_place.state != RBI_IN_PLACE_OVER)
+    if (!is_over(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_step_end() without a step: expected rebatch_step_begin()");
     rb->in_place.state = RBI_IN_PLACE_NONE;

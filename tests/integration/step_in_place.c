@@ -134,6 +134,7 @@ Test(step_in_place, a_block_that_is_left_ends_the_step_and_undoes_it)
     const uint64_t random = t.random;
     cr_expect_eq(returns(&t), 8);
     SAYS("step 2: a block was left by break, return, goto or an exception");
+    FAILS(rebatch_step_end(t.rb, NULL), REBATCH_E_STATE, "step 2: a block was left by break");
     cr_expect_eq(t.random, random);
     cr_expect_not(rebatch_can_escape(t.rb), "its frame is gone");
     cr_expect_eq(train(&t, 1), train(&other, 1));
@@ -210,6 +211,18 @@ Test(step_in_place, calls_in_another_order_are_refused)
     cr_expect_not(rebatch_step_updates(t.rb, REBATCH_OK));
     FAILS(rebatch_step_end(t.rb, NULL), REBATCH_E_STATE, "before all samples had run");
 
+    OK(rebatch_step_begin(t.rb, NULL, BATCH, NULL));
+    FAILS(rebatch_step_end(t.rb, NULL), REBATCH_E_STATE, "before the step was done");
+}
+
+Test(step_in_place, a_step_whose_end_is_left_out_is_told_by_the_next_one)
+{
+    OPEN(trainer, t, MIB(64), &OPTIONS(.micro_start = 8));
+    REBATCH_STEP (t.rb, BATCH, part, 0)
+        break;
+    REBATCH_STEP (t.rb, BATCH, part, 0)
+        cr_expect(false, "a step began after one whose failure nobody has heard of");
+    FAILS(rebatch_step_end(t.rb, NULL), REBATCH_E_STATE, "step 0: a block was left by break");
     OK(rebatch_step_begin(t.rb, NULL, BATCH, NULL));
     FAILS(rebatch_step_end(t.rb, NULL), REBATCH_E_STATE, "before the step was done");
 }
