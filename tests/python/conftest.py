@@ -13,7 +13,8 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish():
     """What imports have made is not looked at again, neither by a garbage collection nor by a
-    Backward that looks for optimizers: a fifth of a second each time."""
+    Backward that looks for optimizers: a fifth of a second each time. So what these are to find is
+    made within a test, not with its module."""
     gc.collect()
     gc.freeze()
 

@@ -387,11 +387,10 @@ class Trainer:
         return self.scaler.scale(regression_loss(model, samples)) / 2
 
 
-GLOBAL = torch.amp.GradScaler("cpu")
-
-
-def scaled_by_a_global(model, samples):
-    return GLOBAL.scale(regression_loss(model, samples))
+def scaled_by_a_global():
+    global GLOBAL
+    GLOBAL = torch.amp.GradScaler("cpu")
+    return lambda model, samples: GLOBAL.scale(regression_loss(model, samples))
 
 
 def scaled_by_a_cell():
@@ -400,9 +399,16 @@ def scaled_by_a_cell():
 
 
 @pytest.mark.parametrize(
-    "loss_fn", (Trainer().loss, Trainer().half_the_loss, scaled_by_a_global, scaled_by_a_cell())
+    "make_loss_fn",
+    (
+        lambda: Trainer().loss,
+        lambda: Trainer().half_the_loss,
+        scaled_by_a_global,
+        scaled_by_a_cell,
+    ),
 )
-def test_a_loss_that_is_scaled_already_is_refused(loss_fn):
+def test_a_loss_that_is_scaled_already_is_refused(make_loss_fn):
+    loss_fn = make_loss_fn()
     step, model, batch = a_step(loss_fn)
     before = state_of(model)
     with pytest.raises(ValueError, match="loss_fn returned a loss that a GradScaler has scaled"):

@@ -32,12 +32,10 @@ class FirstStep:
     def passes_done(self, parameters: List[torch.nn.Parameter]) -> None:
         """The gradients of a batch are in .grad of these parameters, which the optimizer has."""
         if not self.has_run:
-            self._left = [
-                (p, own_part(p.grad)._version) for p in parameters if p.grad is not None
-            ]
+            self._left = [(p, own_part(p.grad)._version) for p in parameters if p.grad is not None]
 
     def let_go(self) -> None:
-        """Remove the hook of a step that has run: within it the optimizer goes through its hooks."""
+        """Remove the hook, not within a step: there the optimizer goes through its hooks."""
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
