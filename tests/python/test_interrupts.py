@@ -71,7 +71,10 @@ def outcome(n, **options):
     return state_of(step.model), was_interrupted, interrupt
 
 
-@pytest.mark.parametrize("options", ({}, {"cost": lambda batch, first, count: count}))
+@pytest.mark.parametrize(
+    "options",
+    ({}, pytest.param({"cost": lambda batch, first, count: count}, marks=pytest.mark.night)),
+)
 def test_an_interrupt_at_any_call_or_return_comes_out(options, capfd):
     before = state_of(make_step()[0].model)
     after, _, counter = outcome(0, **options)

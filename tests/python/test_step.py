@@ -80,7 +80,14 @@ def operations(kind):
     return counter.seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    (
+        pytest.param("mlp", marks=pytest.mark.night),
+        "conv",
+        pytest.param("gpt", marks=pytest.mark.night),
+    ),
+)
 @pytest.mark.parametrize("gradients", ("fresh", "inplace"))
 def test_an_oom_at_every_operation_changes_no_bit(kind, gradients):
     """The failure is gone when it is tried again; the allowed sizes keep the cut at 4."""
@@ -571,6 +578,7 @@ def test_an_autocast_that_makes_none_is_said():
         rebatch.Step(model, optimizer, loss_fn, autocast=bf16())
 
 
+@pytest.mark.night
 def test_a_scaler_survives_an_oom_at_every_operation():
     expected, _ = train_scaled(None, 0.1)
     survived = 0

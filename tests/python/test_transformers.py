@@ -341,6 +341,7 @@ def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
     assert failures > 10
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("norm", (0.1, 0.0))
 def test_every_operation_of_clipping_may_fail(tmp_path, monkeypatch, norm):
     plain = torch.nn.utils.clip_grad_norm_

@@ -154,9 +154,7 @@ def test_sft_with_parts_that_are_trimmed_has_its_metrics(mean_of_tokens, monkeyp
         return {name: value[first : first + count, :width] for name, value in batch.items()}
 
     if mean_of_tokens:  # as the loss of a batch whose tokens the Trainer does not count
-        monkeypatch.setattr(
-            of_trl.transformers.Trainer, "_get_num_items_in_batch", lambda *_: None
-        )
+        monkeypatch.setattr(of_trl.transformers.Trainer, "_get_num_items_in_batch", lambda *_: None)
     _, plain, said = trained("sft")
     step = {"slice": trimmed, "length": lambda batch: len(batch["input_ids"])}
     trainer, cut, said_of_cut = trained("sft", 3, step=step)

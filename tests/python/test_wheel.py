@@ -50,6 +50,7 @@ def wheel(built):
     return built[0]
 
 
+@pytest.mark.night
 def test_the_tag_is_of_glibc_2_28(wheel):
     tag = NAME.fullmatch(wheel.name)
     assert tag, wheel.name
@@ -82,6 +83,7 @@ def test_pip_installs_it_where_it_was_built(wheel, tmp_path):
     assert said[0].returncode == 0 and said[0].stdout == said[1].stdout
 
 
+@pytest.mark.night
 def test_the_source_distribution_builds_the_same_package(built, wheel, tmp_path):
     with tarfile.open(built[1]) as archive:
         archive.extractall(tmp_path, filter="data")
