@@ -71,8 +71,9 @@ enum rebatch_step_flags {
     REBATCH_OWN_WEIGHTS = 2,
     /** What forward_backward, or a map's `run`, has allocated from the pool and not freed is freed
      *  when it returns REBATCH_OK: for code that allocates all its memory in its first call and
-     *  keeps it. That code sets its pointers to NULL, or whatever makes it allocate, when it
-     *  begins. Memory that is to stay is allocated elsewhere. Not with reclaim off. */
+     *  keeps it. Guarded pointers to the beginning of what is freed become NULL, so that such code
+     *  allocates again; other pointers it sets to NULL itself. Memory that is to stay is allocated
+     *  elsewhere. Not with reclaim off. */
     REBATCH_SCOPED_MEMORY = 4
 };
 

@@ -101,6 +101,8 @@ struct rbi_old_buffers {
 void rbi_old_buffers_begin(rebatch_pool *pool, struct rbi_old_buffers *call);
 /* Its blocks are resident, or it has failed and they are taken back. */
 void rbi_old_buffers_end(rebatch_pool *pool, const struct rbi_old_buffers *outer, bool has_failed);
+/* Whether a block in use that was allocated in an open scope begins at an address. */
+bool rbi_scope_has(rebatch_pool *pool, rebatch_scope scope, const void *address);
 /* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);

@@ -344,6 +344,18 @@ static void drop_blocks(rebatch_pool *pool, const struct rbi_scope *scope, bool 
     }
 }
 
+bool rbi_scope_has(rebatch_pool *pool, rebatch_scope handle, const void *address)
+{
+    rbi_lock_take(&pool->lock);
+    const struct rbi_scope *const scope = find_open(pool, handle);
+    const struct rbi_block *const block = rbi_table_find(&pool->heap.table, address);
+    const bool has = scope && block && block->state == RBI_BLOCK_LIVE &&
+                     block->sequence >= scope->first_sequence &&
+                     !(block->outside && scope->owner_thread != 0);
+    rbi_pool_give_lock(pool);
+    return has;
+}
+
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope)
 {
     rbi_pool_take_lock(pool);

@@ -294,6 +294,7 @@ static rebatch_status commit(rebatch *rb, const struct rbi_call *call)
         const rebatch_status status = rb->any_stream ? rbi_callback_wait(rb) : REBATCH_OK;
         if (status)
             return status;
+        rbi_guards_clear(rb, call->scope);
         rbi_scope_free_blocks(rb->pool, call->scope);
     }
     if (rbi_scope_commit_phase(&rb->run.use, rb->pool, call->scope))

@@ -66,6 +66,22 @@ bool rbi_guards_bring_back(void *rb, const void *address)
     return copies_know(rb, address, true);
 }
 
+void rbi_guards_clear(rebatch *rb, rebatch_scope scope)
+{
+    (void)pthread_mutex_lock(&rb->changing);
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        char *const state = rb->guards[i].state;
+        const size_t bytes = rb->guards[i].kind == REBATCH_GUARD_HOST ? rb->guards[i].bytes : 0;
+        for (size_t k = 0; k + sizeof(void *) <= bytes; k += sizeof(void *)) {
+            const void *address;
+            memcpy(&address, state + k, sizeof address);
+            if (address && rbi_scope_has(rb->pool, scope, address))
+                memset(state + k, 0, sizeof address);
+        }
+    }
+    (void)pthread_mutex_unlock(&rb->changing);
+}
+
 /* Where the step had changed the same word before, from a pointer to a block that it freed, nobody
  * would know that block if the free were undone. */
 static void replace(const rebatch *rb, char *copy, const char *now, const char *then, size_t unit)

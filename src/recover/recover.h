@@ -87,6 +87,8 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
 /* While lighten or resize of a session runs: whether a copy, which may be put back, has that
  * pointer. */
 bool rbi_guards_bring_back(void *rb, const void *address);
+/* Guarded pointers to blocks of a scope, which are about to be freed, become NULL. */
+void rbi_guards_clear(rebatch *rb, rebatch_scope scope);
 void rbi_guards_release(rebatch *rb);
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
 void rbi_guards_watch_pressure(rebatch *rb);

@@ -114,6 +114,37 @@ Test(step_scoped, what_is_older_or_another_threads_does_not)
     rebatch_close(t.rb);
 }
 
+/* ---- pointers to it ---- */
+
+/* Allocates what is NULL, as a trainer does that keeps its activations. */
+static rebatch_status run_kept(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    cr_expect_null(t->last, "a pointer to memory that was freed");
+    const rebatch_status status =
+        rebatch_pool_alloc(&t->last, mb->pool, mb->count * MIB(1), mb->stream, 0);
+    if (!status)
+        rebatch_mutating(t->rb);
+    return status;
+}
+
+Test(step_scoped, guarded_pointers_to_it_become_null)
+{
+    rebatch_step_ops kept = ops;
+    struct trainer t = {.rb = open_with("device.capacity = 24MiB")};
+    kept.forward_backward = run_kept;
+    OK(rebatch_pool_alloc(&t.older, rebatch_get_pool(t.rb), MIB(1), NULL, 0));
+    OK(rebatch_guard(t.rb, &t.last, sizeof t.last, REBATCH_GUARD_HOST));
+    OK(rebatch_guard(t.rb, &t.older, sizeof t.older, REBATCH_GUARD_HOST));
+    for (int step = 0; step < 3; step++) {
+        OK(rebatch_step(t.rb, &kept, BATCH, &t, NULL));
+        cr_expect_null(t.last);
+    }
+    cr_expect_not_null(t.older);
+    cr_expect_eq(live_bytes(t.rb), MIB(1));
+    rebatch_close(t.rb);
+}
+
 static rebatch_status evaluate(const rebatch_microbatch *samples, void *user)
 {
     return forward_backward(samples, user);

@@ -87,9 +87,6 @@ static void allocate_activations(gpt2 *model, int B, int T)
 static void forward(gpt2 *model, const int *inputs, const int *targets, int B, int T)
 {
     const parameters p = model->params;
-#ifdef REBATCH
-    model->acts_memory = NULL; /* what a micro-batch has allocated ends with it */
-#endif
     if (model->acts_memory == NULL) {
         model->batch_size = B;
         model->seq_len = T;
@@ -211,7 +208,7 @@ int main(int argc, char **argv)
         loader_next(&train);
 #ifdef REBATCH
         CHECK(rebatch_wrap_step(
-            B, [&] { model.mean_loss = 0, model.grads_acts_memory = NULL, zero_grad(&model); },
+            B, [&] { model.mean_loss = 0, zero_grad(&model); },
             [&](int first, int count) {
                 forward(&model, train.inputs + first * T, train.targets + first * T, count, T);
                 backward(&model);
