@@ -423,7 +423,7 @@ def test_a_command_that_waits_hears_the_answer():
     assert head == "answer 4 0" and text.startswith("sum             ")
 
 
-def test_with_a_rung_of_lighten_that_is_on_correct_steps_have_no_mistake():
+def test_with_a_level_of_lighten_that_is_on_correct_steps_have_no_mistake():
     is_on = []
 
     def loss_fn(model, samples):
