@@ -881,12 +881,12 @@ def test_in_a_struck_step_what_changed_nothing_is_looked_at_once(monkeypatch):
     """Before the step, after each failed attempt, and after each micro-batch that succeeds; sums of
     contents until the first one has."""
     looks = []
-    made = undo._Look.__init__
+    made = undo.Look.__init__
 
     def counted(look, held, batch, compares):
         looks.append(compares)
         made(look, held, batch, compares)
 
-    monkeypatch.setattr(undo._Look, "__init__", counted)
+    monkeypatch.setattr(undo.Look, "__init__", counted)
     train("lora_on_a_frozen_base", ooms_in=(0,), steps=1)
     assert looks[:5] == [True, True] + [False] * 3
