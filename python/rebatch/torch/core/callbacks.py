@@ -490,4 +490,4 @@ class Callbacks:
         if needed and meter:
             if self._ranks and self._ranks.window:  # what stays is to lie in memory of its own
                 torch.cuda.empty_cache()
-            self._update.rehearse()
+            self._update.warm_up()
