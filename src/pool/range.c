@@ -167,6 +167,7 @@ struct rbi_block *rbi_block_hold_front(rebatch_pool *pool, struct rbi_block *blo
         is_lost = rbi_map_unmap(&pool->vm, map, first, first + bytes) == first;
         if (is_lost)
             bytes = rbi_map_quarantine(&pool->vm, map, first);
+        pool->stats.remaps += is_lost ? 0 : bytes / pool->page_bytes;
     }
     if (bytes < block->bytes)
         (void)rbi_block_put(&pool->heap, rbi_block_split(&pool->heap, block, bytes));
