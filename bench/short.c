@@ -59,9 +59,10 @@ static void destroy_event(void *self, rbi_event event)
     free(event);
 }
 
-static rebatch_status record_event(void *self, rbi_event event)
+static rebatch_status record_event(void *self, rbi_event event, rebatch_stream stream)
 {
     (void)self;
+    (void)stream;
     event->done_at = now + lag;
     return REBATCH_OK;
 }

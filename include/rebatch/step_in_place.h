@@ -1,5 +1,5 @@
 /** @file step_in_place.h
- *  A step written where it runs, in blocks.
+ *  A training step that is written where it runs, in blocks instead of callbacks.
  *
  *  @code
  *  REBATCH_STEP (rb, batch, part, 0) {

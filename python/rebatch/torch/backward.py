@@ -27,10 +27,12 @@ from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.check.findings import Check
 from rebatch.torch.core.check_and_exit import fit_if_asked
+from rebatch.torch.core.parts import Part, parts_of, refuse_left
 from rebatch.torch.core.training import training_of
 from rebatch.torch.program.left_backward import explain_left_backward
 from rebatch.torch.program.mistakes import (
     check_loss_fn,
+    no_loss_fn,
     refuse_backward,
     refuse_fields,
     refuse_order,
@@ -66,7 +68,7 @@ class Backward:
         loss_fn: loss_fn(model, samples) -> the mean loss over the samples, a scalar; or a tuple of
             it and what you want to see of the samples, which `outputs` then has for the whole
             batch: a tensor or a list with an entry for each sample, Mean(value), Sum(value), or a
-            dict or tuple of such
+            dict or tuple of such. None: for parts() alone
         optimizer: an optimizer of the program, or several: memory for its first step is kept free.
             None: those in the process that have parameters of the model when the first batch runs
         backward: backward(loss), called instead of loss.backward(), such as accelerator.backward;
@@ -118,7 +120,7 @@ class Backward:
     def __init__(
         self,
         model: Union[torch.nn.Module, Sequence[torch.nn.Module]],
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Optional[Callable[[Any, Any], Any]] = None,
         *more: NoReturn,
         optimizer: Union[None, torch.optim.Optimizer, Sequence[torch.optim.Optimizer]] = None,
         backward: Any = None,
@@ -130,7 +132,7 @@ class Backward:
         def passes() -> Passes:
             return Passes(listed(model), listed(optimizer), backward)
 
-        self._make(Backward, model, loss_fn, passes, options)
+        self._make(Backward, model, loss_fn or no_loss_fn, passes, options)
 
     def _make(
         self,
@@ -234,10 +236,33 @@ class Backward:
             refuse_fields(type(self).__name__.lower())
         if batches is not None:
             batch = Batches.of(batches)
+        refuse_left(self._training)
         if not self._training.report.samples:  # the first batch
             refuse_backward(sys._getframe(1), self._training.program.update.is_of_program)
             explain_left_backward()
         return self._training.run(batch)
+
+    def parts(
+        self, batch: Any = None, *, batches: Optional[Sequence[Any]] = None
+    ) -> Iterator[Part]:
+        """The passes of one batch in a block of the program, which runs once for each
+        micro-batch::
+
+            for part in backward.parts(batch):
+                with part as samples:
+                    logits = model(samples["x"])
+                    loss = F.cross_entropy(logits, samples["y"])
+                    part.backward(loss)
+
+        An OOM ends the block, and its samples come again, fewer. Names that the block assigned are
+        then None, and numbers and texts that it changed are put back. A batch whose loop is left
+        before its end is over, and .grad is as before."""
+        return parts_of(self._training, batch if batches is None else Batches.of(batches))
+
+    @property
+    def loss(self) -> Optional[torch.Tensor]:
+        """What the last batch has come to, as a call returns it; None before the first."""
+        return self._training.running.loss
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
         """Find the largest micro-batch that fits, before training; prints a table.
@@ -339,7 +364,7 @@ class Backward:
         return self._training.state_dict()
 
     def load_state_dict(self, state: Dict[str, int]) -> None:
-        """Go on where state_dict() was taken, at its micro-batch size, and with the levels of
+        """Go on where state_dict() was taken, at its micro-batch size, and with the rungs of
         `lighten` that were in use, as far as they are there."""
         self._training.load_state_dict(state)
 

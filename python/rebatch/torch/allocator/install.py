@@ -82,14 +82,10 @@ def install(
         _options.update(first)
         _warn_of_settings()
         phases.watch_optimizers(pool)
-        _empty_native_cache()
-
-
-def _empty_native_cache() -> None:
-    """It is of use to nobody now. A workspace of cuBLAS would keep the whole segment that it lies
-    in."""
-    clear_cublas_workspaces()
-    torch.cuda.empty_cache()
+        # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
+        # keep the whole segment that it lies in.
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
 
 
 def _load_front(options: _library.PoolOptions) -> Any:

@@ -19,7 +19,7 @@ from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.left_backward import add_sentence
 from rebatch.torch.program.mistakes import hooked, refuse_graphs, refuse_stepped
 from rebatch.torch.program.program import Running, listed
-from rebatch.torch.saving.levels import Levels
+from rebatch.torch.saving.levels import Rungs
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.session import Ended, Session
 from rebatch.torch.session.weak_methods import weakly
@@ -46,7 +46,7 @@ class Callbacks:
 
     def __init__(self, running: Running, ranks: Optional[Ranks], cuts: FirstCut):
         self.cuts = cuts
-        self.levels = Levels(running.program.lighten, running.undo)
+        self.rungs = Rungs(running.program.lighten, running.undo)
         self.outputs: Any = None  # what loss_fn returned beside the loss, joined or summed
         self.is_applied = False  # the update of this batch
         self.failed_in_part = False  # loss_fn, for some of its samples, and not for memory
@@ -207,7 +207,7 @@ class Callbacks:
         return self._run(self._reduce, self._ranks)
 
     def _call_lighten(self, level: int, _user: Any) -> int:
-        if level > len(self.levels):
+        if level > len(self.rungs):
             return c.Status.E_UNSUPPORTED
         return self._run(self.set_level, level)
 
@@ -257,7 +257,7 @@ class Callbacks:
         """Of `lighten`."""
         if self._session and self._session.meter:
             self._session.meter.measure_again()
-        self.levels.set_level(level)
+        self.rungs.set_level(level)
 
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         running = self._running
@@ -266,12 +266,19 @@ class Callbacks:
             self._run_nothing()
             return
         is_last = first + count == running.samples
-        if self._is_whole and count < running.samples:  # the whole batch did not fit
-            self._begin_cut(True)
+        self._begin_micro(count)
         # Without other ranks a sum of losses would be one more small block in the last pass.
         is_launching = bool(self._ranks) and is_last and running.program.is_fresh and not is_trial
         self._accumulate(first, count, is_launching)
-        if is_last:
+        self._end_micro(first, count)
+
+    def _begin_micro(self, count: int) -> None:
+        if self._is_whole and count < self._running.samples:  # the whole batch did not fit
+            self._begin_cut(True)
+
+    def _end_micro(self, first: int, count: int) -> None:
+        """It is accumulated."""
+        if first + count == self._running.samples:
             if not self._ranks:
                 self._finish_gradients()
             self._join_outputs()
@@ -320,12 +327,16 @@ class Callbacks:
         try:
             loss, extras = self._pass(first, count, is_launching)
         except BaseException as error:
-            self._put_back()
+            self.put_back()
             is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
             if is_other and not is_oom(error):
                 with contextlib.suppress(Exception):  # the program's own is what comes out
                     self._explain(error, first, count)
             raise
+        self._take(loss, extras, count)
+
+    def _take(self, loss: torch.Tensor, extras: Any, count: int) -> None:
+        """A micro-batch has run, whose gradients are apart until here."""
         self._last_count = count
         self._declare()
         self.session.succeeded()
@@ -333,13 +344,35 @@ class Callbacks:
         self._extras += (extras,)
         self._counts += (count,)
 
+    # ---- the same of a block of the program ----
+
+    def begin_block(self, first: int, count: int, give: Callable[[Tuple[int, Any]], Any]) -> None:
+        """Gives how many samples it has, and these; nothing where they ran with those before."""
+        count = self._running.with_rest(first, count)
+        if count == 0:
+            self._run_nothing()
+            return
+        self._begin_micro(count)
+        self._begin_loss()
+        give((count, self._running.part(first, count)))
+
+    def backward_of_block(self, loss: Any, first: int, count: int) -> torch.Tensor:
+        """Returns the block's part of the loss."""
+        weighted = self._running.weighted(loss, count, self._looked_at(first))
+        self._go_backward(weighted, first, count)
+        return weighted.detach()
+
+    def end_block(self, loss: torch.Tensor, first: int, count: int) -> None:
+        self._take(loss, None, count)
+        self._end_micro(first, count)
+
     def _rehearse(self, lockstep: Lockstep) -> None:
         """In the first micro-batch of all: none has a collective before all ranks know them."""
         assert self._ranks is not None
         try:
             rehearse(self._running, lockstep)
         finally:
-            self._put_back()
+            self.put_back()
         if self._ranks.are_all(True):
             lockstep.end_rehearsal()
         else:
@@ -374,9 +407,19 @@ class Callbacks:
         running = self._running
         if self._lockstep:
             self._lockstep.begin_pass()
-        if running.loss is None and not self._is_whole:
-            running.loss = self._zero_loss()
+        self._begin_loss()
         loss, extras = running.weighted_loss(first, count, self._looked_at(first))
+        self._go_backward(loss, first, count, is_launching)
+        return loss.detach(), kept(extras)
+
+    def _begin_loss(self) -> None:
+        if self._running.loss is None and not self._is_whole:
+            self._running.loss = self._zero_loss()
+
+    def _go_backward(
+        self, loss: torch.Tensor, first: int, count: int, is_launching: bool = False
+    ) -> None:
+        running = self._running
         if not (running.program.is_fresh or self._is_whole):
             lib.rebatch_mutating(self.session.rb)
             self.accumulators.expose(is_added_to=True)
@@ -388,7 +431,6 @@ class Callbacks:
             refuse_stepped(listed(running.program.model), noted)
         if first == 0 and not self._is_whole and (running.program.is_fresh or self._ranks):
             refuse_graphs(self._trained, self._ranks is not None)
-        return loss.detach(), kept(extras)
 
     def _with(self, loss: torch.Tensor) -> torch.Tensor:
         """The losses of the batch so far, with that of a micro-batch."""
@@ -420,7 +462,7 @@ class Callbacks:
         own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
         return own[:1] if first else own
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """The gradients and the modules of a micro-batch that is not accumulated."""
         self.accumulators.clear()
         self._others.clear()
@@ -436,7 +478,7 @@ class Callbacks:
         self._lockstep.end_pass(status == c.Status.OK)
         if status == c.Status.OK:
             return
-        self._put_back()
+        self.put_back()
         raise Ended(status)
 
     def _abandon(self, lockstep: Lockstep) -> int:
@@ -451,7 +493,7 @@ class Callbacks:
             return c.Status.OOM if is_oom(error) else c.Status.E_USER
         finally:
             lockstep.begin_pass()
-            self._put_back()
+            self.put_back()
         return c.Status.OK
 
     # ---- the update ----
@@ -490,4 +532,4 @@ class Callbacks:
         if needed and meter:
             if self._ranks and self._ranks.window:  # what stays is to lie in memory of its own
                 torch.cuda.empty_cache()
-            self._update.warm_up()
+            self._update.rehearse()

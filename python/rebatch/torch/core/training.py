@@ -80,6 +80,8 @@ class Training:
         self.number = number
         self.report, self.totals = Report(), Totals()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
+        self.left_parts = False  # the last batch was left within its parts
+        self.has_told_parts = False  # of what a block of one changes
         self._clean_samples = 0  # of the last step without an OOM
         self._longest = 0  # samples of a batch of the last step
         self._micro = 0  # where a session that is opened begins; 0: where the options say
@@ -90,7 +92,7 @@ class Training:
     def _go_on(self) -> None:
         """Where an earlier one with this model has left off."""
         found, self.running.told.is_done = self._found, self._found.is_told
-        self.callbacks.levels.wanted = found.level
+        self.callbacks.rungs.wanted = found.level
         if not self.program.options.get("micro_start"):
             self._micro = found.micro
 
@@ -128,7 +130,7 @@ class Training:
 
     def _open(self, device: torch.device) -> Session:
         program, callbacks = self.program, self.callbacks
-        callbacks.set_level(min(callbacks.levels.wanted, len(callbacks.levels)))
+        callbacks.set_level(min(callbacks.rungs.wanted, len(callbacks.rungs)))
         given = dict(program.options)
         if self._micro:
             given.update(micro_start=self._micro, learn=False)
@@ -142,7 +144,7 @@ class Training:
         session = Session(device, options, guards=callbacks.guards(), on_event=program.on_event)
         self.session = session
         callbacks.use(session)
-        c.check(lib.rebatch_set_lighten(session.rb, callbacks.levels.level))
+        c.check(lib.rebatch_set_lighten(session.rb, callbacks.rungs.level))
         c.check(lib.rebatch_set_step(session.rb, self.number))
         return session
 
@@ -220,7 +222,7 @@ class Training:
         if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
             self.close()
         session = self.open()
-        micro, level = self.micro, self.callbacks.levels.wanted
+        micro, level = self.micro, self.callbacks.rungs.wanted
         try:
             with self.gathered(Call.TRAINS):
                 return self._run_gathered(session, batch)
@@ -230,7 +232,7 @@ class Training:
                 raise
         self.close()
         # Not what was left of them when memory ran out.
-        self._micro, self.callbacks.levels.wanted = micro, level
+        self._micro, self.callbacks.rungs.wanted = micro, level
         warnings.warn(said, RuntimeWarning, stacklevel=user_stacklevel())
         return self._run(batch)
 
@@ -240,23 +242,21 @@ class Training:
         return max(0, self.report.peak_bytes - live)
 
     def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
-        self._begin_together(session, batch)
-        running, callbacks = self.running, self.callbacks
-        try:
+        with self.batch_runs(session, batch):
             with self._comparing(session), self.quiet():
                 status, filled = self._call(session)
-            micros = self.ranks.micros() if self.ranks else ()
-            samples, self._longest = running.samples, running.longest
-            self.report = report_of(filled, samples, micros, samples == self._clean_samples)
-            if not (status or filled.ooms):
-                self._clean_samples = samples
-            self.totals.add(self.report, not status and callbacks.is_applied)
-            if not status and callbacks.is_applied:
-                self._finish()
-            session.raise_failure(status)
-            if session.meter and session.meter.swallowed:
-                self._tell_swallowed(session.meter)
-            callbacks.cuts.end()
+            self.note_call(session, status, filled)
+            self.callbacks.cuts.end()
+        assert self.running.loss is not None  # a batch that succeeds has one
+        return self.running.loss
+
+    @contextlib.contextmanager
+    def batch_runs(self, session: Session, batch: Any) -> Iterator[None]:
+        """Around the call of C for a batch that trains. After a failure .grad is as before it."""
+        self._begin_together(session, batch)
+        callbacks = self.callbacks
+        try:
+            yield
         except BaseException as error:
             if not callbacks.is_applied:
                 callbacks.failed()
@@ -268,8 +268,21 @@ class Training:
             raise
         finally:
             callbacks.end()
-        assert running.loss is not None  # a batch that succeeds has one
-        return running.loss
+
+    def note_call(self, session: Session, status: int, filled: c.StepReport) -> None:
+        """That call has ended, with this status and report. Raises what it failed with."""
+        running, callbacks = self.running, self.callbacks
+        micros = self.ranks.micros() if self.ranks else ()
+        samples, self._longest = running.samples, running.longest
+        self.report = report_of(filled, samples, micros, samples == self._clean_samples)
+        if not (status or filled.ooms):
+            self._clean_samples = samples
+        self.totals.add(self.report, not status and callbacks.is_applied)
+        if not status and callbacks.is_applied:
+            self._finish()
+        session.raise_failure(status)
+        if session.meter and session.meter.swallowed:
+            self._tell_swallowed(session.meter)
 
     def _comparing(self, session: Session) -> ContextManager[None]:
         """Around a call: once a batch was cut, cuts are compared beside the micro-batches."""
@@ -333,7 +346,7 @@ class Training:
         assert self.session is not None  # it has run a step
         found, micro = self._found, int(lib.rebatch_get_micro(self.session.rb, _ANY_BATCH))
         found.micro = 0 if micro > _ANY_BATCH // 2 else micro
-        found.level, found.is_told = self.callbacks.levels.wanted, self.running.told.is_done
+        found.level, found.is_told = self.callbacks.rungs.wanted, self.running.told.is_done
 
     # ---- for those who watch ----
 
@@ -401,7 +414,7 @@ class Training:
 
     def state_dict(self) -> Dict[str, int]:
         """What a resumed training needs to go on at the size that was found: plain numbers."""
-        level = self.callbacks.levels.wanted
+        level = self.callbacks.rungs.wanted
         return {"step": self.number, "micro": self.micro, "lighten_level": level}
 
     def load_state_dict(self, state: Dict[str, int]) -> None:
@@ -411,7 +424,7 @@ class Training:
             if name not in state:
                 raise ValueError(f"rebatch: the state has no {name!r}: expected that of a Step")
         self.number, self._micro = int(state["step"]), int(state["micro"])
-        self.callbacks.levels.wanted = int(state.get("lighten_level", 0))
+        self.callbacks.rungs.wanted = int(state.get("lighten_level", 0))
 
 
 def training_of(

@@ -17,6 +17,14 @@ from rebatch._library import Status
 from rebatch.torch.undo.undo import NotPutBackError
 
 
+def no_loss_fn(_model: Any, _samples: Any) -> NoReturn:
+    """Of a Backward that was made without one."""
+    raise ValueError(
+        "rebatch: the Backward has no loss_fn: expected Backward(model, loss_fn), or a loop over "
+        "backward.parts(batch)"
+    )
+
+
 def check_loss_fn(function: Any) -> None:
     """TypeError for a criterion of PyTorch, which takes what a model returns, and for a function
     that cannot be called with a model and samples."""

@@ -220,18 +220,24 @@ class Running:
     ) -> Tuple[torch.Tensor, Any]:
         """The loss, weighted by its part of the batch, and what loss_fn returned beside it. It
         gives no gradient to `trained`, which have none."""
-        program = self.program
         samples = self.part(first, count)
         with allocator.tag("forward"):
-            loss, extras = program.loss_of(samples)
+            loss, extras = self.program.loss_of(samples)
+        return self.weighted(loss, count, trained), extras
+
+    def weighted(
+        self, loss: Any, count: int, trained: Sequence[torch.nn.Parameter] = ()
+    ) -> torch.Tensor:
+        """The loss of `count` samples by its part of the batch."""
+        program = self.program
         refuse_gradients(program.loss_name, listed(program.model), trained)
         self._check(loss)
         if self._is_first_loss:
             refuse_scaled(program.loss_name, loss, program.update.scaler_option)
             self._is_first_loss = False
         if program.normalizer:
-            return loss / self.divisor, extras
-        return (loss if count == self.total else loss * (count / self.total)), extras
+            return cast(torch.Tensor, loss / self.divisor)
+        return cast(torch.Tensor, loss if count == self.total else loss * (count / self.total))
 
     def _check(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

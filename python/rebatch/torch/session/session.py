@@ -286,12 +286,20 @@ class Session:
         """Of a callback: it ends the call of C, and comes out of it."""
         self.error = self.error or error
 
+    def begin_call(self) -> None:
+        """Nothing has failed yet."""
+        self.error, self._lost, self._said, self.torn_text = None, None, "", ""
+
+    def enter(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of C that runs callbacks, as a part of a call: what it returns."""
+        return interrupts.call(self.keep_error, function, self.rb, *arguments)
+
     def call(self, function: Callable[..., Any], *arguments: Any) -> int:
         """Call a function of C that runs callbacks: its status."""
-        self.error, self._lost, self._said, self.torn_text = None, None, "", ""
+        self.begin_call()
         before, status = self.modes.save(), int(c.Status.E_USER)
         try:
-            status = int(interrupts.call(self.keep_error, function, self.rb, *arguments))
+            status = int(self.enter(function, *arguments))
             return status
         finally:
             if status or self.error:  # an interrupt may have kept a torch.no_grad() from ending
@@ -303,32 +311,38 @@ class Session:
         if self.error is not None:
             return c.Status.E_USER
         self._said = ""
-        live, ooms = self._figures()
+        begun = self.figures()
         try:
             try:
                 with phases.marked_by_session:
                     body(*arguments)
             except BaseException as error:
                 self.modes.put_back()
-                if isinstance(error, Ended):
-                    return int(error.status)
-                if isinstance(error, Lost):
-                    self._lost = error
-                    return c.Status.E_PEER
-                if not is_oom(error, self._oom_count() > ooms):
-                    self.error = error
-                    lib.rebatch_explain(self.rb, why_of(error))
-                    return c.Status.E_USER
-                self._note_oom(error)
+                status = self.status_of(error, begun)
             else:
                 return c.Status.OK
-            self.collect(live)  # here, where no exception is being handled
+            if status == c.Status.OOM:
+                self.collect(begun[0])  # here, where no exception is being handled
         except BaseException as error:
             self.error = error
             return c.Status.E_USER
-        return c.Status.OOM
+        return status
 
-    def _figures(self) -> Tuple[int, int]:
+    def status_of(self, error: BaseException, begun: Tuple[int, int]) -> int:
+        """What C is told of an exception, and what is kept of it; `begun` is figures() before."""
+        if isinstance(error, Ended):
+            return int(error.status)
+        if isinstance(error, Lost):
+            self._lost = error
+            return c.Status.E_PEER
+        if is_oom(error, self._oom_count() > begun[1]):
+            self._note_oom(error)
+            return c.Status.OOM
+        self.error = error
+        lib.rebatch_explain(self.rb, why_of(error))
+        return c.Status.E_USER
+
+    def figures(self) -> Tuple[int, int]:
         """Memory in use where the callback begins, and the allocations that have failed."""
         if self.meter:
             return self.meter.live_at_begin, self.meter.ooms_at_begin

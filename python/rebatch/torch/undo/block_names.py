@@ -1,0 +1,159 @@
+"""The variables of a block of the program that runs again after an OOM. Numbers, texts and small
+tensors that it assigned are put back, and what else it assigned is None, so that no name holds
+tensors of the block that failed. Of what was there before, changes are found, to be told. Must not
+know the batch."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import inspect
+import sys
+import types
+import weakref
+from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple
+
+import torch
+
+from rebatch._user_code import is_object
+from rebatch.torch.undo.contents import ATOMS, attributes_of, is_container
+
+_SMALL_BYTES = 4096  # of tensors without a graph, which are kept
+_MOST = 64  # entries of a container in which tensors are looked for, and attributes of an object
+_NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those that a container has."""
+    parts: Iterable[Any] = (value,)
+    if is_container(value):
+        parts = value.values() if isinstance(value, dict) else value
+    for _, part in zip(range(_MOST), list(parts) if is_container(value) else parts):
+        if isinstance(part, torch.Tensor):
+            yield part
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a name can have it again: a number or text, or a small tensor without a graph."""
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad and value.nbytes <= _SMALL_BYTES
+    return type(value) in ATOMS
+
+
+def _token(value: Any) -> Any:
+    """What shows later that it is the same object, and keeps no tensor: a weak reference to it, or
+    to a tensor that it holds, or the object."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a list, dict or tuple
+        held = next(_tensors_in(value), None)
+        return (lambda: value) if held is None else weakref.ref(held)
+
+
+def _mark(value: Any, is_part: bool = False) -> Any:
+    """Another one when what it holds has changed, as far as a glance shows."""
+    if type(value) in ATOMS:
+        return repr(value) if isinstance(value, (float, complex)) else value
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, (list, dict, set, collections.deque)):
+        return id(value), len(value)
+    if is_object(value) and not is_part:
+        attributes = list(attributes_of(value).items())[:_MOST]
+        return id(value), [(name, _mark(part, True)) for name, part in attributes]
+    return id(value)
+
+
+def _has_copy(frame: types.FrameType) -> bool:
+    """Whether f_locals is a copy of a function's variables, which the frame keeps: before Python
+    3.13, where it became the variables themselves (PEP 667)."""
+    return sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+
+
+def _variables_of(frame: types.FrameType) -> Dict[str, Any]:
+    there = frame.f_locals
+    values = dict(there)
+    if _has_copy(frame):
+        there.clear()  # it would hold tensors
+    return values
+
+
+def _assign(frame: types.FrameType, changed: Dict[str, Any]) -> None:
+    there = frame.f_locals
+    there.update(changed)
+    if _has_copy(frame):
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        there.clear()
+
+
+class BlockNames:
+    """What the names in a frame are when a block begins there."""
+
+    def __init__(self, frame: types.FrameType, known: Set[int]):
+        """Of what is `known`, by its id, changes are put back by others."""
+        self._frame, self._known = frame, known
+        self._kept: Dict[str, Any] = {}
+        self._tokens: Dict[str, Tuple[int, Any]] = {}
+        for name, value in _variables_of(frame).items():
+            if _is_kept(value):
+                self._kept[name] = value
+            else:
+                self._tokens[name] = id(value), _token(value)
+        self._marks = self._older_marks()
+
+    def _is_same(self, name: str, value: Any) -> bool:
+        """Whether it has the value that it had."""
+        if name in self._kept:
+            old = self._kept[name]
+            return old is value or type(value) in ATOMS and _mark(old) == _mark(value)
+        key, token = self._tokens.get(name, (0, None))
+        return key == id(value) and token() is not None
+
+    def _older_marks(self) -> Dict[str, Any]:
+        """Of what local names had before, and of globals that the code names."""
+        code, variables = self._frame.f_code, self._frame.f_globals
+        found = {name: variables[name] for name in code.co_names if name in variables}
+        for name, value in _variables_of(self._frame).items():
+            found.pop(name, None)
+            if type(value) not in ATOMS and self._is_same(name, value):
+                found[name] = value
+        skipped = (*_NO_STATE, torch.nn.Module, torch.optim.Optimizer)
+        return {
+            name: _mark(value)
+            for name, value in found.items()
+            if not isinstance(value, skipped) and id(value) not in self._known
+        }
+
+    def let_go(self) -> None:
+        """After the block has succeeded: names that it assigned hold no graph, as those of a
+        function that has returned."""
+        of_graphs = {
+            name: None
+            for name, value in _variables_of(self._frame).items()
+            if not self._is_same(name, value)
+            and any(t.grad_fn is not None for t in _tensors_in(value))
+        }
+        if of_graphs:
+            _assign(self._frame, of_graphs)
+
+    def put_back(self) -> List[str]:
+        """After an OOM. Returns the names of what was changed and is not put back."""
+        values = _variables_of(self._frame)
+        changed = {
+            name: self._kept.get(name)
+            for name, value in values.items()
+            if not self._is_same(name, value) and (name in self._kept or type(value) not in ATOMS)
+        }
+        changed.update((name, old) for name, old in self._kept.items() if name not in values)
+        held = [
+            (name, weakref.ref(t))
+            for name in changed
+            for t in _tensors_in(values.get(name))
+            if id(t) not in self._known and t is not changed[name]
+        ]
+        values.clear()
+        _assign(self._frame, changed)
+        now = self._older_marks()
+        found = [name for name, mark in self._marks.items() if name in now and now[name] != mark]
+        return found or list(dict.fromkeys(name for name, alive in held if alive() is not None))
+

@@ -1,0 +1,374 @@
+"""Backward.parts(): the passes of a batch in a block of the program."""
+
+import contextlib
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from models import FailAt, fails_above, make, same_bits, state_of
+
+COUNTER = 0
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def once():
+    """True the first time that next(..., False) is called with it: its state is not looked at."""
+    return iter((True,))
+
+
+def make_backward(**options):
+    model, batch, loss_fn = make("mlp")
+    torch.manual_seed(1)
+    backward = rebatch.Backward(model, **{"log_level": "quiet", "growth": False, **options})
+    return model, batch, loss_fn, backward
+
+
+def gradients_of(model):
+    return [p.grad for p in model.parameters()]
+
+
+def train(limited=None, fail_at=0, where="forward", use_parts=True, **options):
+    """Two batches for each of two updates: by parts(), or by a call."""
+    model, batch, loss_fn, backward = make_backward(**options)
+    run = fails_above(loss_fn, limited, where) if limited is not None else loss_fn
+    if not use_parts:
+        backward = rebatch.Backward(model, run, log_level="quiet", growth=False, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for i in range(2):
+        for half in (0, 1):
+            rolled = tuple(t.roll(half) for t in batch)
+            with FailAt(fail_at if (i, half) == (1, 1) else 0):
+                if use_parts:
+                    for part in backward.parts(rolled):
+                        with part as samples:
+                            loss = run(model, samples)
+                            part.backward(loss)
+                else:
+                    backward(rolled)
+            losses.append(backward.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model), losses
+
+
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+@pytest.mark.parametrize("micro", (0, 3, 4))
+def test_parts_have_the_bits_of_a_call(gradients, micro):
+    options = {"micro_start": micro, "gradients": gradients}
+    state, losses = train(**options)
+    expected, expected_losses = train(use_parts=False, **options)
+    assert same_bits(state, expected) and same_bits(losses, expected_losses)
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_samples_come_again_fewer_after_an_oom(where, gradients):
+    state, losses = train(limited=4, where=where, gradients=gradients)
+    expected, expected_losses = train(micro_start=4, gradients=gradients, use_parts=False)
+    assert same_bits(state, expected) and same_bits(losses, expected_losses)
+
+
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_no_bit_changes_when_any_operation_fails(gradients):
+    options = dict(micro_start=4, micro_smallest=4, gradients=gradients, lighten=lambda on: None)
+    expected, _ = train(use_parts=False, **options)
+    for n in range(1, 105, 3):
+        state, _ = train(fail_at=n, **options)
+        assert same_bits(state, expected), f"an OOM in operation {n} changed the result"
+
+
+def test_a_step_updates_after_its_last_part():
+    states = []
+    for use_parts in (True, False):
+        model, batch, loss_fn, _ = make_backward()
+        step = rebatch.Step(model, torch.optim.AdamW(model.parameters()), loss_fn, micro_start=4)
+        for _ in range(2):
+            if not use_parts:
+                step(batch)
+                continue
+            for part in step.parts(batch):
+                with part as samples:
+                    part.backward(loss_fn(model, samples))
+        states.append(state_of(model))
+    assert same_bits(*states)
+
+
+def test_several_batches_are_not_joined():
+    gradients = []
+    for use_parts in (True, False):
+        model, (x, y), loss_fn, _ = make_backward()
+        several = [(x[:5], y[:5]), (x[5:], y[5:])]
+        backward = rebatch.Backward(model, loss_fn, log_level="quiet", micro_start=4)
+        if use_parts:
+            for part in backward.parts(batches=several):
+                with part as samples:
+                    part.backward(loss_fn(model, samples))
+        else:
+            backward(batches=several)
+        gradients.append(gradients_of(model))
+    assert same_bits(*gradients)
+
+
+def test_accumulate_of_accelerate_stays():
+    accelerate = pytest.importorskip("accelerate")
+    states = []
+    for limit in (None, 4, 0):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, batch, loss_fn, _ = make_backward()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward = rebatch.Backward(model, backward=accelerator.backward, log_level="quiet")
+        torch.manual_seed(1)
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                if limit is None:
+                    accelerator.backward(loss_fn(model, batch))
+                else:
+                    for part in backward.parts(batch):
+                        with part as samples:
+                            if limit and part.count > limit:
+                                out_of_memory()
+                            part.backward(loss_fn(model, samples))
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(state_of(model))
+    plain, cut, whole = states
+    assert same_bits(plain, whole) and not same_bits(plain, cut)
+    for a, b in zip(plain, cut):
+        torch.testing.assert_close(a, b) if isinstance(a, torch.Tensor) else None
+
+
+# ---- names of the block ----
+
+
+def test_what_the_block_assigned_is_none_and_numbers_are_put_back():
+    model, batch, loss_fn, backward = make_backward()
+    seen, text, alive, fails, gone = 0, "", iter(()), once(), None
+    for part in backward.parts(batch):
+        assert seen == part.first and text == "x" * part.first
+        with part as samples:
+            logits = samples[0] * 2
+            outputs = {"logits": logits + 1}
+            seen += part.count
+            text += "x" * part.count
+            if next(fails, False):
+                alive = map(weakref.ref, (logits, outputs["logits"]))
+                out_of_memory()
+            part.backward(loss_fn(model, samples))
+        if not part.succeeded:
+            gone = logits, outputs, seen, text, alive
+    assert gone == (None, None, 0, "", None)
+    assert seen == len(batch[0]) and logits is not None and outputs is not None
+
+
+@pytest.mark.filterwarnings("ignore:rebatch. a block that ran out of memory has changed")
+def test_tensors_of_a_block_that_failed_are_gone():
+    model, batch, loss_fn, backward = make_backward()
+    fails, alive = once(), []
+
+    def note(*tensors):
+        alive[:] = map(weakref.ref, tensors)
+
+    for part in backward.parts(batch):
+        with part as samples:
+            logits = samples[0] * 2
+            outputs = [logits + 1]
+            if next(fails, False):
+                note(logits, outputs[0])
+                out_of_memory()
+            part.backward(loss_fn(model, samples))
+        if not part.succeeded:
+            assert len(alive) == 2 and not any(tensor() is not None for tensor in alive)
+
+
+def test_numbers_of_blocks_before_are_put_back_when_the_batch_runs_again():
+    model, batch, loss_fn, backward = make_backward(micro_start=4, gradients="inplace")
+    seen, fails = 0, once()
+    for part in backward.parts(batch):
+        with part as samples:
+            loss = loss_fn(model, samples)
+            seen += part.count
+            part.backward(loss)
+            if part.first == 8 and next(fails, False):
+                out_of_memory()
+    assert seen == len(batch[0]) and backward.report.ooms == 1
+
+
+def test_a_small_tensor_that_the_block_assigns_anew_is_put_back():
+    model, batch, loss_fn, backward = make_backward(micro_start=8)
+    seen, fails = torch.zeros(()), once()
+    for part in backward.parts(batch):
+        with part as samples:
+            loss = loss_fn(model, samples)
+            seen = seen + part.count
+            if next(fails, False):
+                out_of_memory()
+            part.backward(loss)
+        assert part.succeeded == (loss is not None)
+    assert int(seen) == len(batch[0]) and loss is not None
+
+
+def test_in_the_text_of_a_program_names_are_put_back_too():
+    model, batch, loss_fn, backward = make_backward()
+    program = """
+seen, fails = 0, once()
+for part in backward.parts(batch):
+    with part as samples:
+        logits = samples[0] * 2
+        seen += part.count
+        if next(fails, False):
+            out_of_memory()
+        part.backward(loss_fn(model, samples))
+    if not part.succeeded:
+        gone = logits, seen
+"""
+    names = {**globals(), **locals()}
+    exec(program, names)
+    assert names["gone"] == (None, 0) and names["seen"] == len(batch[0])
+
+
+def test_what_is_not_put_back_is_told_once():
+    global COUNTER
+    model, batch, loss_fn, backward = make_backward(micro_start=8)
+    outs, total = [], torch.zeros(())
+    with pytest.warns(RuntimeWarning, match="is not put back") as found:
+        for part in backward.parts(batch):
+            with part as samples:
+                loss = loss_fn(model, samples)
+                outs.append(loss)
+                total += loss.detach()
+                COUNTER += 1
+                if part.count > 2:
+                    out_of_memory()
+                part.backward(loss)
+    (one,) = [str(w.message) for w in found if "is not put back" in str(w.message)]
+    for name in ("'COUNTER'", "'outs'", "'total'"):
+        assert name in one
+    assert "expected these lines after the block, under `if part.succeeded:`" in one
+
+
+def test_tensors_that_others_hold_are_told():
+    model, batch, loss_fn, backward = make_backward(micro_start=8)
+
+    def keep(tensor, there=[]):
+        there[:] = [tensor]
+
+    keep(0)
+    with pytest.warns(RuntimeWarning, match="'loss'.*is not put back"):
+        for part in backward.parts(batch):
+            with part as samples:
+                loss = loss_fn(model, samples)
+                keep(loss)
+                if part.count > 4:
+                    out_of_memory()
+                part.backward(loss)
+
+
+def test_nothing_is_told_of_a_block_that_only_assigns():
+    model, batch, loss_fn, backward = make_backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in backward.parts(batch):
+            with contextlib.nullcontext(), part as (x, y):
+                loss = loss_fn(model, (x, y))
+                if part.count > 4:
+                    out_of_memory()
+                part.backward(loss)
+    assert backward.report.ooms > 0
+
+
+# ---- what is refused ----
+
+
+def test_a_block_without_backward_or_with_two_is_an_error():
+    model, batch, loss_fn, backward = make_backward(micro_start=4)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"ended without part.backward\(loss\)"):
+        for part in backward.parts(batch):
+            with part as samples:
+                loss = loss_fn(model, samples)
+                if part.first == 0:
+                    part.backward(loss)
+    with pytest.raises(RuntimeError, match="called twice in a block"):
+        for part in backward.parts(batch):
+            with part as samples:
+                part.backward(loss_fn(model, samples))
+                part.backward(loss_fn(model, samples))
+    with pytest.raises(RuntimeError, match="a part was not run"):
+        for part in backward.parts(batch):
+            pass
+    with pytest.raises(RuntimeError, match="outside of its block"):
+        for part in backward.parts(batch):
+            part.backward(loss_fn(model, samples))
+    assert all(bool((g == 1).all()) for g in gradients_of(model))
+
+
+def test_a_loop_that_is_left_ends_the_batch_and_the_next_call_says_so():
+    model, batch, loss_fn, backward = make_backward(micro_start=4)
+    expected = make_backward(micro_start=4)
+    with pytest.warns(RuntimeWarning, match="left before all its parts had run"):
+        for part in backward.parts(batch):
+            with part as samples:
+                part.backward(loss_fn(model, samples))
+                if part.first == 4:
+                    break
+    assert all(g is None for g in gradients_of(model))
+    with pytest.raises(RuntimeError, match="left before all its parts had run"):
+        backward.parts(batch)
+    torch.manual_seed(1)
+    for a, b in ((backward, model), (expected[3], expected[0])):
+        torch.manual_seed(1)
+        for part in a.parts(batch):
+            with part as samples:
+                part.backward(loss_fn(b, samples))
+    assert same_bits(gradients_of(model), gradients_of(expected[0]))
+
+
+def test_an_exception_of_the_block_leaves_the_gradients_as_they_were():
+    model, batch, loss_fn, backward = make_backward(micro_start=4)
+    with pytest.raises(ZeroDivisionError):
+        for part in backward.parts(batch):
+            with part as samples:
+                part.backward(loss_fn(model, samples))
+                assert part.first == 0 or 1 / 0
+    assert all(g is None for g in gradients_of(model))
+    with pytest.raises(rebatch.Exhausted):
+        for part in backward.parts(batch):
+            with part as samples:
+                out_of_memory()
+    assert all(g is None for g in gradients_of(model))
+    for part in backward.parts(batch):
+        with part as samples:
+            part.backward(loss_fn(model, samples))
+    assert backward.report.ooms == 0 and backward.report.microbatches > 1
+
+
+def test_without_a_loss_fn_a_call_is_refused():
+    _, batch, _, backward = make_backward()
+    with pytest.raises(ValueError, match=r"expected Backward\(model, loss_fn\), or a loop over"):
+        backward(batch)
+
+
+def test_nothing_is_held_after_a_batch():
+    model, batch, loss_fn, backward = make_backward(micro_start=4)
+    gc.disable()
+    try:
+        own = tuple(t.clone() for t in batch)
+        there = weakref.ref(own[0])
+        for part in backward.parts(own):
+            with part as samples:
+                part.backward(loss_fn(model, samples))
+        del samples, own, part
+        assert there() is None
+    finally:
+        gc.enable()
