@@ -37,7 +37,6 @@ COUNTED(map, (void *self, void *address, size_t bytes, rbi_physical physical), s
         physical)
 COUNTED(set_access, (void *self, void *address, size_t bytes), self, address, bytes)
 COUNTED(unmap, (void *self, void *address, size_t bytes), self, address, bytes)
-COUNTED(stream_synchronize, (void *self, rebatch_stream stream), self, stream)
 
 static rebatch_status create_event(void *self, rbi_event *out)
 {
@@ -53,12 +52,19 @@ static void destroy_event(void *self, rbi_event event)
     free(event);
 }
 
-static rebatch_status record_event(void *self, rbi_event event, rebatch_stream stream)
+static rebatch_status record_event(void *self, rbi_event event)
 {
     (void)self;
-    (void)stream;
     calls++;
     event->done_at = now + lag;
+    return REBATCH_OK;
+}
+
+/* All work that was enqueued before the last record is done. */
+static rebatch_status synchronize(void *self)
+{
+    (void)self;
+    others++;
     return REBATCH_OK;
 }
 
@@ -98,7 +104,7 @@ static rebatch_device *open_device(void)
     counting.map = count_map;
     counting.set_access = count_set_access;
     counting.unmap = count_unmap;
-    counting.stream_synchronize = count_stream_synchronize;
+    counting.synchronize = synchronize;
     counting.event_create = create_event;
     counting.event_destroy = destroy_event;
     counting.event_record = record_event;

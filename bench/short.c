@@ -59,10 +59,9 @@ static void destroy_event(void *self, rbi_event event)
     free(event);
 }
 
-static rebatch_status record_event(void *self, rbi_event event, rebatch_stream stream)
+static rebatch_status record_event(void *self, rbi_event event)
 {
     (void)self;
-    (void)stream;
     event->done_at = now + lag;
     return REBATCH_OK;
 }

@@ -63,18 +63,11 @@ typedef struct rebatch_pool_options {
                                   default on */
     size_t overflow_bytes;   /**< the most host memory that the pool takes then; it never takes more
                                   than half of what the host has free; 0: that half */
-    rebatch_toggle reuse_after_device; /**< REBATCH_ON: memory leaves the stream of its block - for
-                                            another stream, another address or the device - only
-                                            when all work that the device had by the free is done,
-                                            of every stream of the process. For programs that let
-                                            other streams use a block without
-                                            rebatch_pool_use_on(), and order its own stream behind
-                                            them, as PyTorch allows. Default off */
-    bool (*may_wait)(void *user); /**< with reuse_after_device: asked before the pool waits for the
-                                       device or records an event of all its work, which would
-                                       invalidate the capture of a graph. While it returns false,
-                                       memory stays with its stream. It must not call rebatch; it
-                                       is called from the allocating thread. The pool's end waits
+    bool (*may_wait)(void *user); /**< asked before the pool waits for the device, or records or
+                                       queries an event of its work, each of which would invalidate
+                                       the capture of a graph. While it returns false, memory stays
+                                       with its stream. It must not call rebatch; it is called from
+                                       the thread that allocates or frees. The pool's end waits
                                        without asking. NULL: always true */
     void *may_wait_user;          /**< passed to may_wait */
 } rebatch_pool_options;
@@ -82,7 +75,7 @@ typedef struct rebatch_pool_options {
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, REBATCH_DEFAULT,          \
-            REBATCH_DEFAULT, 0, REBATCH_DEFAULT, NULL, NULL                                        \
+            REBATCH_DEFAULT, 0, NULL, NULL                                                         \
     }
 
 /** Statistics: X(name, unit, what is counted). */
@@ -213,8 +206,10 @@ REBATCH_API rebatch_device *rebatch_pool_device(const rebatch_pool *pool);
  *                   0 (which succeeds)
  *  @param pool      the pool
  *  @param bytes     size of the block
- *  @param stream    the stream that will use the block: work enqueued there may use it immediately.
- *                   For other streams see rebatch_pool_use_on()
+ *  @param stream    the stream that will use the block: work enqueued there may use it immediately,
+ *                   and so may the next block there once it is freed. Another stream may use it if
+ *                   this one waits for that before it uses the memory again; else see
+ *                   rebatch_pool_use_on()
  *  @param tag       what the block is used for, from rebatch_pool_tag(); 0: untagged
  *  @return REBATCH_OK; REBATCH_OOM when no stage of the search found memory:
  *          rebatch_pool_last_oom() has the details; REBATCH_E_STATE from within a pressure
@@ -253,12 +248,12 @@ REBATCH_API size_t rebatch_pool_overflow_room(rebatch_pool *pool);
  *          pool, or whose block is already free */
 REBATCH_API rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer);
 
-/** Declare that another stream uses a block too. When the block is freed, it is not reused before
- *  the work that `stream` has enqueued by then is done. Thread-safe.
+/** Declare that another stream uses a block too. When the block is freed, no stream reuses it before
+ *  all work that the device has by then is done. Thread-safe.
  *  @param pool     the pool of the block
  *  @param pointer  the start of a block in use
  *  @param stream   a stream of the pool's device
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_use_on(rebatch_pool *pool, void *pointer,
                                                rebatch_stream stream);
 

@@ -1,5 +1,5 @@
 /** @file step_in_place.h
- *  A training step that is written where it runs, in blocks instead of callbacks.
+ *  A step written where it runs, in blocks.
  *
  *  @code
  *  REBATCH_STEP (rb, batch, part, 0) {

@@ -404,19 +404,15 @@ static void cuda_event_destroy(void *self, rbi_event event)
     (void)destroy_event(self, event);
 }
 
-static rebatch_status cuda_event_record(void *self, rbi_event event, rebatch_stream stream)
-{
-    CALL(event_record(event, stream));
-}
-
-/* "Not ready" is an answer, not an error. */
-static rebatch_status cuda_event_record_all(void *self, rbi_event event)
+/* Drivers before CUDA 12.5 have no events of all streams. */
+static rebatch_status cuda_event_record(void *self, rbi_event event)
 {
     if (!((struct cuda *)self)->driver->context_record)
         return REBATCH_E_UNSUPPORTED;
     CALL(context_record(cuda->context, event));
 }
 
+/* "Not ready" is an answer, not an error. */
 static rebatch_status cuda_event_query(void *self, rbi_event event, bool *done)
 {
     struct cuda *cuda = self;
@@ -466,7 +462,6 @@ static const struct rbi_device_ops cuda_ops = {
     .event_create = cuda_event_create,
     .event_destroy = cuda_event_destroy,
     .event_record = cuda_event_record,
-    .event_record_all = cuda_event_record_all,
     .event_query = cuda_event_query,
     .event_synchronize = cuda_event_synchronize,
     .take_last_error = cuda_take_last_error,

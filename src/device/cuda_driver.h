@@ -61,7 +61,6 @@ struct cu_access {
     X(stream_call, cuLaunchHostFunc, (cu_stream stream, void (*function)(void *), void *user))     \
     X(event_create, cuEventCreate, (cu_event * out, unsigned flags))                               \
     X(event_destroy, cuEventDestroy_v2, (cu_event event))                                          \
-    X(event_record, cuEventRecord, (cu_event event, cu_stream stream))                             \
     X(event_query, cuEventQuery, (cu_event event))                                                 \
     X(event_synchronize, cuEventSynchronize, (cu_event event))                                     \
     X(granularity, cuMemGetAllocationGranularity,                                                  \

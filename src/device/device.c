@@ -355,15 +355,9 @@ void rbi_event_destroy(rebatch_device *device, rbi_event event)
         device->ops->event_destroy(device->self, event);
 }
 
-rebatch_status rbi_event_record(rebatch_device *device, rbi_event event, rebatch_stream stream)
+rebatch_status rbi_event_record(rebatch_device *device, rbi_event event)
 {
-    return device->ops->event_record(device->self, event, stream);
-}
-
-rebatch_status rbi_event_record_all(rebatch_device *device, rbi_event event)
-{
-    return device->ops->event_record_all ? device->ops->event_record_all(device->self, event)
-                                         : REBATCH_E_UNSUPPORTED;
+    return device->ops->event_record(device->self, event);
 }
 
 rebatch_status rbi_event_query(rebatch_device *device, rbi_event event, bool *done)

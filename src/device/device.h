@@ -7,7 +7,7 @@
 #include "base/base.h"
 #include "rebatch/device.h"
 
-/* A point in a stream's work. Made once, recorded many times. */
+/* A point in the work of all streams. Made once, recorded many times. */
 typedef struct rbi_event_object *rbi_event;
 
 /* Physical memory, wherever it is mapped. 0 is none. */
@@ -33,7 +33,9 @@ struct rbi_device_ops {
     rebatch_status (*stream_call)(void *self, rebatch_stream, void (*function)(void *), void *user);
     rebatch_status (*event_create)(void *self, rbi_event *out);
     void (*event_destroy)(void *self, rbi_event);
-    rebatch_status (*event_record)(void *self, rbi_event, rebatch_stream);
+    /* The event is reached when all work is done that any stream has now. REBATCH_E_UNSUPPORTED:
+     * only a wait tells. */
+    rebatch_status (*event_record)(void *self, rbi_event);
     rebatch_status (*event_query)(void *self, rbi_event, bool *done);
     rebatch_status (*event_synchronize)(void *self, rbi_event);
 
@@ -43,9 +45,6 @@ struct rbi_device_ops {
     rebatch_status (*fill)(void *self, void *to, uint8_t value, size_t bytes, rebatch_stream);
     /* Waits for the work of every stream; NULL: there is never any. */
     rebatch_status (*synchronize)(void *self);
-    /* The event is reached when all work is done that any stream has now; NULL: only a wait
-     * tells. */
-    rebatch_status (*event_record_all)(void *self, rbi_event);
     /* False for a stream that is certainly none of this device's; NULL: not known. */
     bool (*stream_is_valid)(void *self, rebatch_stream);
     rebatch_status (*set_capacity)(void *self, size_t bytes);
@@ -154,10 +153,9 @@ rebatch_status rbi_device_take_last_error(rebatch_device *device);
 
 rebatch_status rbi_event_create(rebatch_device *device, rbi_event *out);
 void rbi_event_destroy(rebatch_device *device, rbi_event event);
-rebatch_status rbi_event_record(rebatch_device *device, rbi_event event, rebatch_stream stream);
 /* Behind the work of every stream, this library's or not. REBATCH_E_UNSUPPORTED without a text
  * where the device has no such events. */
-rebatch_status rbi_event_record_all(rebatch_device *device, rbi_event event);
+rebatch_status rbi_event_record(rebatch_device *device, rbi_event event);
 rebatch_status rbi_event_query(rebatch_device *device, rbi_event event, bool *done);
 rebatch_status rbi_event_synchronize(rebatch_device *device, rbi_event event);
 

@@ -218,11 +218,10 @@ static void dry_event_destroy(void *self, rbi_event event)
     (void)event;
 }
 
-static rebatch_status dry_event_record(void *self, rbi_event event, rebatch_stream stream)
+static rebatch_status dry_event_record(void *self, rbi_event event)
 {
     (void)self;
     (void)event;
-    (void)stream;
     return REBATCH_OK;
 }
 

@@ -392,10 +392,15 @@ static void host_event_destroy(void *self, rbi_event event)
     rbi_host_event_destroy(event);
 }
 
-static rebatch_status host_event_record(void *self, rbi_event event, rebatch_stream stream)
+static rebatch_status host_event_record(void *self, rbi_event event)
 {
-    (void)self;
-    return rbi_host_event_record(event, stream);
+    struct host *host = self;
+    rebatch_status status = REBATCH_OK;
+    pthread_mutex_lock(&host->lock);
+    for (rebatch_stream s = host->streams; s && !status; s = *rbi_host_stream_next(s))
+        status = rbi_host_event_record(event, s);
+    pthread_mutex_unlock(&host->lock);
+    return status;
 }
 
 static rebatch_status host_event_query(void *self, rbi_event event, bool *done)

@@ -5,12 +5,10 @@
 #include <pthread.h>
 #include <string.h>
 
-/* done <= recorded; the event is complete when done == recorded. */
 struct rbi_event_object {
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    uint64_t recorded; /* records enqueued so far */
-    uint64_t done;     /* the latest of them that has run */
+    uint64_t under_way; /* records that are enqueued and have not run; 0: the event is reached */
 };
 
 enum task_kind { TASK_CALL, TASK_COPY, TASK_FILL, TASK_RECORD, TASK_END };
@@ -24,7 +22,6 @@ struct task {
     size_t bytes;
     uint8_t value;
     rbi_event event;
-    uint64_t generation; /* of the event: what is recorded */
 };
 
 struct rebatch_stream_object {
@@ -64,20 +61,18 @@ void rbi_host_event_destroy(rbi_event event)
     rbi_heap_free(event);
 }
 
-static uint64_t begin_record(rbi_event event)
+static void begin_record(rbi_event event)
 {
     pthread_mutex_lock(&event->lock);
-    const uint64_t generation = ++event->recorded;
+    event->under_way++;
     pthread_mutex_unlock(&event->lock);
-    return generation;
 }
 
-static void end_record(rbi_event event, uint64_t generation)
+static void end_record(rbi_event event)
 {
     pthread_mutex_lock(&event->lock);
-    rbi_assert(generation <= event->recorded);
-    if (event->done < generation)
-        event->done = generation;
+    rbi_assert(event->under_way > 0);
+    event->under_way--;
     pthread_cond_broadcast(&event->changed);
     pthread_mutex_unlock(&event->lock);
 }
@@ -85,8 +80,7 @@ static void end_record(rbi_event event, uint64_t generation)
 bool rbi_host_event_is_done(rbi_event event)
 {
     pthread_mutex_lock(&event->lock);
-    rbi_assert(event->done <= event->recorded);
-    const bool done = event->done == event->recorded;
+    const bool done = event->under_way == 0;
     pthread_mutex_unlock(&event->lock);
     return done;
 }
@@ -94,8 +88,7 @@ bool rbi_host_event_is_done(rbi_event event)
 void rbi_host_event_synchronize(rbi_event event)
 {
     pthread_mutex_lock(&event->lock);
-    const uint64_t generation = event->recorded;
-    while (event->done < generation)
+    while (event->under_way != 0)
         pthread_cond_wait(&event->changed, &event->lock);
     pthread_mutex_unlock(&event->lock);
 }
@@ -115,7 +108,7 @@ static void run_task(const struct task *task)
         memset(task->to, task->value, task->bytes);
         break;
     case TASK_RECORD:
-        end_record(task->event, task->generation);
+        end_record(task->event);
         break;
     case TASK_END:
         break;
@@ -199,11 +192,11 @@ rebatch_status rbi_host_stream_fill(rebatch_stream stream, void *to, uint8_t val
 
 rebatch_status rbi_host_event_record(rbi_event event, rebatch_stream stream)
 {
-    const struct task task = {
-        .kind = TASK_RECORD, .event = event, .generation = begin_record(event)};
-    const rebatch_status status = enqueue(stream, &task);
+    begin_record(event);
+    const rebatch_status status =
+        enqueue(stream, &(struct task){.kind = TASK_RECORD, .event = event});
     if (status)
-        end_record(event, task.generation); /* else waiting for it would never end */
+        end_record(event); /* else waiting for it would never end */
     return status;
 }
 

@@ -37,7 +37,6 @@ void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t firs
 {
     rbi_assert(arena->state == RBI_BLOCK_HELD && rbi_lock_is_held(&pool->lock));
     struct rbi_range *const range = arena->range;
-    struct rbi_pool_stream *const stream = rbi_stream_of(arena);
     char *const end = arena->address + arena->bytes;
     char *at = arena->address;
     for (struct rbi_block *b = pool->by_sequence.previous;
@@ -47,7 +46,7 @@ void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t firs
         b->planned = false;
         lay(pool, find_gap(range, b->address), b);
     }
-    const uint64_t point = ++stream->frees;
+    const uint64_t point = ++pool->progress.frees;
     for (struct rbi_block *b = find_gap(range, at); b && b->address < end;) {
         at = b->address + b->bytes;
         if (b->state == RBI_BLOCK_HELD) {
@@ -57,5 +56,4 @@ void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t firs
         }
         b = at < end ? find_gap(range, at) : NULL;
     }
-    rbi_pool_catch_up_events(pool);
 }

@@ -43,15 +43,15 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
 /* On a dry device all work is done as soon as it is enqueued. */
 static rebatch_status copy_streams(struct copy *copy)
 {
+    const struct rbi_pool_progress *const from = &copy->from->progress;
+    copy->to->progress = (struct rbi_pool_progress){
+        .frees = from->frees, .done = from->frees, .due = from->due, .gap = from->gap};
     struct rbi_pool_stream **end = &copy->to->first_stream;
     for (const struct rbi_pool_stream *s = copy->from->first_stream; s; s = s->next) {
         struct rbi_pool_stream *ours = rbi_heap_calloc(1, sizeof *ours);
         if (!ours)
             return no_memory();
         ours->stream = s->stream;
-        ours->frees = ours->done = ours->clear = s->frees;
-        ours->next_event = s->next_event;
-        ours->event_gap = s->event_gap;
         ours->lists.misses = s->lists.misses;
         ours->lists.merged = s->lists.merged;
         ours->lists.has_zones = s->lists.has_zones;
@@ -248,7 +248,7 @@ static rebatch_status skip_addresses(const struct copy *copy)
 static rebatch_status copy_locked(struct copy *copy)
 {
     rbi_assert(rbi_lock_is_held(&copy->from->lock) && !copy->from->plan.arena);
-    rebatch_status status = copy->from->pending ? rbi_pool_await_streams(copy->from) : REBATCH_OK;
+    rebatch_status status = copy->from->pending ? rbi_pool_await_all(copy->from) : REBATCH_OK;
     rbi_pool_flush_lists(copy->from);
     if (!status)
         status = take_memory(copy);

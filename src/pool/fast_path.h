@@ -26,29 +26,18 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
 
 /* ---- the last step of a free ---- */
 
-/* Makes a block that is in no list free: at once, or once the other streams that use it have
- * done what they have enqueued (streams.c). */
+/* Makes a block that is in no list free: at once, or, where other streams use it, once the device
+ * has done what it has to do now (streams.c). */
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block);
-
-/* No other stream has to be waited for, and no event is due. */
-static inline bool rbi_pool_retires_at_once(const struct rbi_block *block)
-{
-    return !block->used && rbi_stream_of(block)->frees + 1 < rbi_stream_of(block)->next_event;
-}
-
-static inline void rbi_pool_note_free(const rebatch_pool *pool, struct rbi_block *block)
-{
-    block->freed_at = ++rbi_stream_of(block)->frees;
-    block->sequence = pool->sequence;
-}
 
 static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    if (!rbi_pool_retires_at_once(block)) {
+    if (block->used || pool->progress.frees + 1 >= pool->progress.due) {
         rbi_pool_retire_slowly(pool, block);
         return;
     }
-    rbi_pool_note_free(pool, block);
+    block->freed_at = ++pool->progress.frees;
+    block->sequence = pool->sequence;
     rbi_block_cache(&pool->heap, block);
 }
 
@@ -136,30 +125,6 @@ static inline void rbi_pool_leave_use(struct rbi_block *block)
     rbi_assert(block->previous->next == block && block->next->previous == block);
     block->previous->next = block->next;
     block->next->previous = block->previous;
-}
-
-/* From now on that stream uses the block too. Needs a spare node. */
-static inline void rbi_block_add_use(rebatch_pool *pool, struct rbi_block *block,
-                                     struct rbi_pool_stream *stream)
-{
-    rbi_assert(block->state == RBI_BLOCK_LIVE);
-    struct rbi_block_use *use = rbi_nodes_take_as_is(&pool->use_nodes);
-    *use = (struct rbi_block_use){.next = block->uses, .stream = stream};
-    block->uses = use;
-    block->used = true;
-    stream->pins++;
-}
-
-static inline void rbi_block_end_uses(rebatch_pool *pool, struct rbi_block *block)
-{
-    while (block->uses) {
-        struct rbi_block_use *use = block->uses;
-        block->uses = use->next;
-        rbi_assert(use->stream->pins > 0);
-        use->stream->pins--;
-        rbi_nodes_put(&pool->use_nodes, use);
-    }
-    block->used = false;
 }
 
 /* Is the innermost scope one that the block is not of? Then its free waits for the commit, if the

@@ -7,10 +7,8 @@
 static void pass_back(rebatch_pool *pool, struct rbi_range *range)
 {
     rbi_assert(!pool->caching && !range->map);
-    for (struct rbi_block_use *use = range->first->uses; use; use = use->next)
-        (void)rbi_pool_await(pool, use->stream, use->until);
     if (pool->pending)
-        (void)rbi_pool_poll_streams(pool);
+        (void)rbi_pool_await_all(pool);
     rbi_pool_flush_lists(pool);
     if (range->first->state == RBI_BLOCK_FREE)
         (void)rbi_range_free(pool, range);
@@ -142,34 +140,17 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 
 /* ---- blocks in use ---- */
 
-/* The stream of that handle, when the block is its own or it uses it already; NULL: neither. */
-static struct rbi_pool_stream *find_user(const struct rbi_block *block, rebatch_stream stream)
-{
-    if (rbi_stream_of(block)->stream == stream)
-        return rbi_stream_of(block);
-    const struct rbi_block_use *use = block->uses;
-    while (use && use->stream->stream != stream)
-        use = use->next;
-    return use ? use->stream : NULL;
-}
-
 static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, rebatch_stream stream)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
     struct rbi_block *block;
     const rebatch_status status = find_live(&block, pool, pointer);
-    if (status != REBATCH_OK)
+    if (status != REBATCH_OK || block->used || rbi_stream_of(block)->stream == stream)
         return status;
-    struct rbi_pool_stream *user = find_user(block, stream);
-    if (!user) {
-        if (rbi_nodes_prepare(&pool->use_nodes, 1))
-            user = rbi_pool_open_stream(pool, stream);
-        if (!user)
-            return rbi_error(REBATCH_E_HOST_OOM,
-                             "no host memory to note that a stream uses a block");
-        rbi_plan_note_use(pool, block);
-        rbi_block_add_use(pool, block, user);
-    }
+    rbi_plan_note_use(pool, block);
+    block->used = true;
+    if (pool->progress.due == UINT64_MAX)
+        rbi_pool_record_soon(pool);
     return REBATCH_OK;
 }
 

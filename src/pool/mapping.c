@@ -175,8 +175,7 @@ struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_
     struct rbi_block *block;
     size_t available;
     if (rbi_pool_count_available(&available, pool) == REBATCH_OK && bytes <= available &&
-        rbi_nodes_prepare(&pool->heap.range_nodes, 1) &&
-        rbi_pool_await_streams(pool) == REBATCH_OK &&
+        rbi_nodes_prepare(&pool->heap.range_nodes, 1) && rbi_pool_await_all(pool) == REBATCH_OK &&
         find_window(&window, pool, &mapping) == REBATCH_OK &&
         rbi_mapping_fill(&block, pool, &mapping, &window) == REBATCH_OK)
         return block;

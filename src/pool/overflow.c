@@ -127,7 +127,7 @@ static rebatch_status await_all(rebatch_pool *pool, size_t keep_bytes)
 {
     rebatch_status status = rbi_device_synchronize(pool->device);
     if (status == REBATCH_OK && rbi_pool_has_waiting(pool, NULL))
-        status = rbi_pool_await_streams(pool);
+        status = rbi_pool_await_all(pool);
     if (status != REBATCH_OK)
         return status;
     rbi_pool_flush_lists(pool);

@@ -40,12 +40,12 @@ struct look {
 };
 
 /* A free block that the request's stream may have at once, or a hole. */
-static bool is_open(const struct rbi_block *block, const struct rbi_pool_stream *stream)
+static bool is_open(const rebatch_pool *pool, const struct rbi_block *block,
+                    const struct rbi_pool_stream *stream)
 {
-    return block &&
-           (block->state == RBI_BLOCK_HOLE ||
-            (block->state == RBI_BLOCK_FREE &&
-             (block->lists == &stream->lists || block->freed_at <= rbi_stream_of(block)->clear)));
+    return block && (block->state == RBI_BLOCK_HOLE ||
+                     (block->state == RBI_BLOCK_FREE &&
+                      (block->lists == &stream->lists || block->freed_at <= pool->progress.done)));
 }
 
 /* A hole with what is open before and behind it. The request lies at the end where fewer pages
@@ -54,9 +54,9 @@ static void look_around(struct look *look, const rebatch_pool *pool, struct rbi_
 {
     struct rbi_block *first = hole, *last = hole;
     size_t all = hole->bytes;
-    for (; is_open(first->before, look->stream); first = first->before)
+    for (; is_open(pool, first->before, look->stream); first = first->before)
         all += first->before->bytes;
-    for (; is_open(last->after, look->stream); last = last->after)
+    for (; is_open(pool, last->after, look->stream); last = last->after)
         all += last->after->bytes;
     if (all < look->bytes)
         return;

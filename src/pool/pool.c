@@ -23,9 +23,6 @@ static rebatch_status check_options(const rebatch_pool_options *options)
         status = rbi_check_toggle(options->replay, "rebatch_pool_options.replay");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->overflow, "rebatch_pool_options.overflow");
-    if (status == REBATCH_OK)
-        status = rbi_check_toggle(options->reuse_after_device,
-                                  "rebatch_pool_options.reuse_after_device");
     return status;
 }
 
@@ -70,13 +67,12 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->medium_bytes = pool->has_space ? pool->page_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
     pool->plan.is_on = pool->has_space && rbi_is_on(options->replay);
-    pool->after_device = options->reuse_after_device == REBATCH_ON;
     pool->may_wait = options->may_wait;
     pool->may_wait_user = options->may_wait_user;
     pool->overflow.most_bytes = options->overflow_bytes ? options->overflow_bytes : SIZE_MAX;
     pool->overflow.is_on =
         pool->has_space && rbi_is_on(options->overflow) && rbi_device_has_overflow(pool->device);
-    pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);
+    pool->progress.due = UINT64_MAX; /* one stream alone needs no events at its frees */
 }
 
 /* What create takes of the heap, and of the device. */
@@ -86,7 +82,6 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     if (!pool->space || !rbi_blocks_open(&pool->heap, pool->page_bytes, &pool->space->lists))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
-    pool->space->next_event = UINT64_MAX;
     pool->last_stream = pool->space;
     const rebatch_status status = rbi_event_log_open(&pool->log, options->events);
     if (status != REBATCH_OK)
@@ -142,13 +137,10 @@ void rebatch_pool_destroy(rebatch_pool *pool)
         return;
     }
     pool->may_wait = NULL; /* or its memory would stay mapped for ever */
-    /* Also on streams of which nothing was freed: blocks in use go back as well. */
-    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        (void)rbi_pool_await(pool, s, ++s->frees);
+    (void)rbi_pool_await(pool, ++pool->progress.frees); /* blocks in use go back as well */
     rbi_pool_destroy_ranges(pool);
     rbi_pool_destroy_streams(pool);
     rbi_blocks_close(&pool->heap);
-    rbi_nodes_destroy(&pool->use_nodes);
     rbi_plan_close(&pool->plan);
     rbi_event_log_close(&pool->log);
     rbi_heap_free(pool->space);

@@ -16,44 +16,33 @@
 
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_PRESSURES 16
+#define RBI_PROGRESS_EVENTS 8
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_STAGE_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
 
 /* ---- streams ---- */
 
-/* Another stream that uses a block, from rebatch_pool_use_on(). */
-struct rbi_block_use {
-    struct rbi_block_use *next;
-    struct rbi_pool_stream *stream;
-    uint64_t until; /* of a pending block: done when stream->done >= until */
-};
-
-/* An event that stands at a point of a stream's work. */
-struct rbi_stream_event {
-    rbi_event handle; /* NULL: none yet, or none to be had */
-    uint64_t point;
-};
-#define RBI_STREAM_EVENTS 8
-
-/* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
- * freed; whatever was enqueued before point `done` has completed. What was freed up to point
- * `clear` may leave the stream: for another one, for another address, or for the device. The events
- * under way are a ring, from first_event on.
- *   done < events[first_event].point < the next one's < ... <= frees
- *   clear == done; with after_device clear <= done, and clear <= at_device_event <= frees
- *   pins == requests under way for it + uses that name it */
+/* What one stream has in the pool. */
 struct rbi_pool_stream {
     struct rbi_lists lists;       /* first: rbi_stream_of() */
     struct rbi_pool_stream *next; /* in order of first use */
     rebatch_stream stream;
-    uint64_t frees, done, clear;
-    uint64_t at_device_event; /* frees when the pool's device_event was recorded */
-    uint64_t next_event;      /* the free with which an event is due; UINT64_MAX: nobody asks */
-    uint64_t pins;
-    uint64_t looked;    /* pool->looks when it was last looked at */
-    uint32_t event_gap; /* frees from one event to the next */
-    uint32_t first_event, event_count;
-    struct rbi_stream_event events[RBI_STREAM_EVENTS];
+    uint64_t pins; /* requests under way for it */
+};
+
+/* How far the device's work has come. `frees` numbers the frees of the whole pool. All work that
+ * the device had at free `done` has completed: what was freed until then may leave its stream, for
+ * another one, another address or the device. The events under way are a ring, from `first` on.
+ *   done < events[first].point < the next one's < ... <= frees */
+struct rbi_pool_progress {
+    uint64_t frees, done;
+    uint64_t due; /* the free with which an event is due; UINT64_MAX: nobody asks */
+    uint32_t gap; /* frees from one event to the next */
+    uint32_t first, count;
+    struct {
+        rbi_event handle; /* NULL: none yet, or none to be had */
+        uint64_t point;
+    } events[RBI_PROGRESS_EVENTS];
 };
 
 /* The stream that a block was allocated for, or was last free on. */
@@ -151,13 +140,9 @@ struct rebatch_pool {
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
-    uint64_t looks;                /* searches so far that looked how far streams have come */
-    bool after_device;             /* rebatch_pool_options.reuse_after_device */
-    bool is_device_event_recorded; /* and not known to be reached */
-    rbi_event device_event; /* of all work of the device; NULL: none yet, or none to be had */
+    struct rbi_pool_progress progress;
     bool (*may_wait)(void *user);
     void *may_wait_user;
-    struct rbi_nodes use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
     struct rbi_block *pending;
@@ -194,7 +179,7 @@ struct rebatch_pool {
 static inline void rbi_pool_fill_block(const rebatch_pool *pool, const struct rbi_block *block,
                                        uint8_t value)
 {
-    if (RBI_UNLIKELY(pool->fill.is_on) && !block->uses)
+    if (RBI_UNLIKELY(pool->fill.is_on) && !block->used)
         (void)rebatch_fill(pool->device, block->address, value, block->bytes,
                            rbi_stream_of(block)->stream);
 }
@@ -404,23 +389,20 @@ bool rbi_overflow_is_open(const rebatch_pool *pool);
 /* NULL when the pool has not seen the stream, or, of open, when the heap has no memory. */
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream);
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
-/* Waits until what was freed before point `until` of a stream may leave it. REBATCH_OOM: it
- * cannot be waited for now. */
-rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
-/* Events that became due while none were recorded are recorded with the next free. */
-void rbi_pool_catch_up_events(rebatch_pool *pool);
-/* Looks how far the streams have come, without waiting, and frees the pending blocks that are
- * ready. */
-rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
-/* The same in two steps: first those alone that stand between `stream` and its own pending blocks
- * of at least `bytes`, then the rest. *any: such a block is free now. */
-rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
-                                     const struct rbi_pool_stream *stream, size_t bytes);
-rebatch_status rbi_pool_poll_rest(rebatch_pool *pool);
-/* A search was not served by what streams had done: what is freed next gets events early. */
+/* Memory is asked for by streams other than the one that freed it: frees get events, the next one
+ * first. */
 void rbi_pool_record_soon(rebatch_pool *pool);
-/* The same after waiting for all of them. */
-rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
+/* Looks how far the device has come, without waiting, and frees the pending blocks that are
+ * ready. */
+rebatch_status rbi_pool_poll(rebatch_pool *pool);
+/* Where all events have been reached, what was freed after them may be done as well: it gets an
+ * event, and is looked at where anybody asks. */
+rebatch_status rbi_pool_poll_beyond(rebatch_pool *pool, bool asks);
+/* Waits until all work is done that the device had at a free. REBATCH_OOM: it cannot be waited for
+ * now. */
+rebatch_status rbi_pool_await(rebatch_pool *pool, uint64_t until);
+/* The same for all frees so far; pending blocks are freed. What cannot be waited for is left. */
+rebatch_status rbi_pool_await_all(rebatch_pool *pool);
 /* Has waiting a point? */
 bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream *except);
 void rbi_pool_destroy_streams(rebatch_pool *pool);

@@ -24,7 +24,7 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 {
     rbi_assert(!range->map);
     for (const struct rbi_block *b = range->first; b; b = b->after) {
-        const rebatch_status status = rbi_pool_await(pool, rbi_stream_of(b), b->freed_at);
+        const rebatch_status status = rbi_pool_await(pool, b->freed_at);
         if (status != REBATCH_OK)
             return status;
     }
@@ -114,7 +114,7 @@ void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
 {
     const char *const end = first + count * pool->page_bytes;
-    rbi_assert(block->state == RBI_BLOCK_FREE && block->freed_at <= rbi_stream_of(block)->clear);
+    rbi_assert(block->state == RBI_BLOCK_FREE && block->freed_at <= pool->progress.done);
     rbi_assert(first >= block->address && end <= block->address + block->bytes);
     rbi_lists_remove(block);
     block->state = RBI_BLOCK_HELD;
@@ -154,12 +154,12 @@ struct rbi_block *rbi_block_hold_front(rebatch_pool *pool, struct rbi_block *blo
     block = rbi_block_put(&pool->heap, block); /* chunks reach beyond it */
     rbi_lists_remove(block);
     block->state = RBI_BLOCK_HELD;
-    (void)rbi_pool_await(pool, rbi_stream_of(block), block->freed_at);
+    (void)rbi_pool_await(pool, block->freed_at);
     block = put_part(pool, block, address);
     size_t bytes = REBATCH_POOL_UNIT_BYTES;
     bool is_lost = false;
     const bool is_unmapped = rbi_block_own_pages(pool, block, &first) > 0 && first == address &&
-                             block->freed_at <= rbi_stream_of(block)->clear;
+                             block->freed_at <= pool->progress.done;
     if (is_unmapped) {
         struct rbi_map *const map = block->range->map;
         bytes = rbi_map_widen(map, &first, 1) * pool->page_bytes;
@@ -167,6 +167,7 @@ struct rbi_block *rbi_block_hold_front(rebatch_pool *pool, struct rbi_block *blo
         is_lost = rbi_map_unmap(&pool->vm, map, first, first + bytes) == first;
         if (is_lost)
             bytes = rbi_map_quarantine(&pool->vm, map, first);
+        pool->stats.remaps += is_lost ? 0 : bytes / pool->page_bytes;
     }
     if (bytes < block->bytes)
         (void)rbi_block_put(&pool->heap, rbi_block_split(&pool->heap, block, bytes));
@@ -183,7 +184,7 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
 {
     char *first;
     const size_t whole = rbi_block_own_pages(pool, block, &first);
-    if (whole == 0 || block->freed_at > rbi_stream_of(block)->clear)
+    if (whole == 0 || block->freed_at > pool->progress.done)
         return true;
     if (!rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3))
         return false;
@@ -201,7 +202,7 @@ void rbi_pool_unmap_free(rebatch_pool *pool, struct rbi_range *range, char *at, 
     while (block && block->address + block->bytes <= at)
         block = block->after;
     if (block && block->state == RBI_BLOCK_FREE && block->address <= at &&
-        block->address + block->bytes >= end && block->freed_at <= rbi_stream_of(block)->clear &&
+        block->address + block->bytes >= end && block->freed_at <= pool->progress.done &&
         rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3))
         (void)unmap_part(pool, block, at, pages);
 }
@@ -319,7 +320,7 @@ static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
         return REBATCH_OK;
     rebatch_status status = REBATCH_OK;
     if (rbi_pool_has_waiting(pool, NULL))
-        status = rbi_pool_await_streams(pool);
+        status = rbi_pool_await_all(pool);
     if (status != REBATCH_OK)
         return status;
     if (!spared && !rbi_pool_has_waiting(pool, NULL))
@@ -348,20 +349,13 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
 
 /* ---- the end ---- */
 
-/* Whether a stream that could not be waited for may still use a block. Streams have been waited for
- * up to their last point. */
-static bool may_be_used(const struct rbi_block *block)
+/* Whether work that could not be waited for may still use a block. */
+static bool may_be_used(const rebatch_pool *pool, const struct rbi_block *block)
 {
     if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST)
         return false;
     const bool live = block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED;
-    const struct rbi_pool_stream *stream = rbi_stream_of(block);
-    if (stream->done < (live ? stream->frees : block->freed_at))
-        return true;
-    for (const struct rbi_block_use *use = block->uses; use; use = use->next)
-        if (use->stream->done < (live ? use->stream->frees : use->until))
-            return true;
-    return false;
+    return pool->progress.done < (live ? pool->progress.frees : block->freed_at);
 }
 
 /* Forgets the pages that may still be used, so that they stay as they are; whether there are
@@ -370,7 +364,7 @@ static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
 {
     bool any = false;
     for (const struct rbi_block *b = range->first; b; b = b->after) {
-        if (!may_be_used(b))
+        if (!may_be_used(pool, b))
             continue;
         any = true;
         const size_t offset = (size_t)(b->address - range->address);

@@ -133,11 +133,11 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     rebatch_status status = rbi_request_open(&request, pool, bytes, stream);
     if (status != REBATCH_OK)
         return status;
-    if (pool->has_space)
-        status = rbi_pool_poll_streams(pool);
+    if (pool->has_space && (status = rbi_pool_poll(pool)) == REBATCH_OK)
+        status = rbi_pool_poll_beyond(pool, true);
     if (status == REBATCH_OK)
         status = top_up(pool, bytes, request.stream);
-    if (status == REBATCH_OOM && (status = rbi_pool_await_streams(pool)) == REBATCH_OK)
+    if (status == REBATCH_OOM && (status = rbi_pool_await_all(pool)) == REBATCH_OK)
         status = top_up(pool, bytes, request.stream); /* of pages that work had still in use */
     if (status == REBATCH_OOM) {
         size_t released;
@@ -196,7 +196,7 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     size_t released = 0;
     rbi_pool_take_lock(pool);
     if (pool->pending)
-        status = rbi_pool_await_streams(pool);
+        status = rbi_pool_await_all(pool);
     if (status == REBATCH_OK)
         status = rbi_pool_trim_cache(pool, keep_bytes, NULL, &released);
     pool->asked_back_bytes += released;

@@ -62,7 +62,8 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
         if (s == request->stream)
             continue;
         rbi_lists_flush(&pool->heap, &s->lists);
-        struct rbi_block *block = rbi_lists_find(&s->lists, request->bytes, s->clear, zone);
+        struct rbi_block *block =
+            rbi_lists_find(&s->lists, request->bytes, pool->progress.done, zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -87,8 +88,8 @@ static rebatch_status take_cached(struct rbi_block **out, rebatch_pool *pool,
     return found(out, rbi_pool_take_own(pool, request->stream, request->bytes));
 }
 
-/* What streams have left since the pool last looked. Where pending blocks of its own stream serve a
- * request, only the streams that they wait for are asked. */
+/* What is done since the pool last looked. Where that is a pending block of its own stream which
+ * serves a request, no more is asked. */
 static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_request *request)
 {
@@ -97,19 +98,18 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
         return REBATCH_OOM;
     if (others)
         reach(pool, request, REBATCH_STAGE_OTHER_STREAMS);
-    bool any;
-    rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
-    if (status == REBATCH_OK && any && pool->caching &&
-        (*out = rbi_pool_take_own(pool, request->stream, request->bytes)))
-        return REBATCH_OK;
+    const uint64_t done = pool->progress.done;
+    rebatch_status status = rbi_pool_poll(pool);
+    if (status == REBATCH_OK && others && pool->progress.done != done)
+        *out = rbi_pool_take_own(pool, request->stream, request->bytes);
     if (status == REBATCH_OK)
-        status = rbi_pool_poll_rest(pool);
-    if (status != REBATCH_OK)
+        status = rbi_pool_poll_beyond(pool, !*out);
+    if (status != REBATCH_OK || *out)
         return status;
     rbi_pool_flush_lists(pool);
-    if (others && pool->caching && (*out = take_any(pool, request)))
+    if (others && (*out = take_any(pool, request)))
         return REBATCH_OK;
-    if (others)
+    if (others && pool->progress.done < pool->progress.frees)
         rbi_pool_record_soon(pool);
     return REBATCH_OOM;
 }
@@ -244,7 +244,7 @@ static rebatch_status take_after_wait(struct rbi_block **out, rebatch_pool *pool
     if (!rbi_pool_has_waiting(pool, pool->has_space ? NULL : request->stream))
         return REBATCH_OOM;
     reach(pool, request, REBATCH_STAGE_WAIT);
-    const rebatch_status status = rbi_pool_await_streams(pool);
+    const rebatch_status status = rbi_pool_await_all(pool);
     if (status != REBATCH_OK)
         return status;
     if (pool->caching && (*out = take_any(pool, request)))

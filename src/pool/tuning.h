@@ -21,7 +21,7 @@
  * vit-checkpointed 97.2 -> 96.4 % live / reserved; doubled: gpt2 first pass 69 -> 83 ms. */
 #define RBI_CHUNK_PARTS_OF_HELD 128
 /* Up to this part of the room. Halved: accumulation smallest 1.020 -> 1.027; doubled: two-streams
- * first pass at 1.02 141 -> 157 ms. */
+ * first pass at 1.02 139 -> 155 ms. */
 #define RBI_CHUNK_PARTS_OF_PLENTY 2048
 /* And at most this many pages. Halved: churn first pass 513 -> 729 ms; doubled: churn 94.5 -> 93.3
  * % live / reserved. */
@@ -38,20 +38,21 @@
 
 /* ---- when the pool is warm, and what it holds then (limits.c): memory, for driver calls ---- */
 
-/* Live memory rises when it is this part above its highest. Halved: events at 50 114 -> 290;
- * doubled: events at 100 109 -> 200. */
+/* Live memory rises when it is this part above its highest. Halved: events at 100 90 -> 143;
+ * doubled: events at 50 69 -> 129. */
 #define RBI_WARM_RISE_PARTS 8
-/* Warm after this many times the allocations at the last rise. Halved: events at 200 177 -> 408;
- * doubled: events at 100 109 -> 324. */
+/* Warm after this many times the allocations at the last rise. Halved: events at 50 69 -> 109;
+ * doubled: events at 100 90 -> 123. */
 #define RBI_WARM_TIMES 8
-/* And this many more. Halved: short, 1.01 of what 2 samples need, 52 -> 13 ms, events at 50 114 ->
- * 321; doubled: events at 100 109 -> 372. */
+/* And this many more. Halved: short, 1.01 of what 2 samples need, 52 -> 13 ms, events at 50 69 ->
+ * 153; doubled: 69 -> 101. */
 #define RBI_WARM_ALLOCATIONS 16384
 /* A warm pool holds this part more than its peak rather than move pages. Halved: accumulation 97.6
  * -> 97.0 % live / reserved; doubled: gpt2 first pass 69 -> 100 ms. */
 #define RBI_HELD_BEYOND_PEAK_PARTS 32
 /* And this part of what it has moved since, so that a program whose calls never repeat pays with
- * memory in the end. Halved: events at 200 177 -> 49; doubled: 177 -> 840. */
+ * memory in the end. Halved: events at 20 157 -> 95, with 68 for 75 %
+ * live / reserved; doubled: at 100 90 -> 265. */
 #define RBI_HELD_FOR_MOVED_PARTS 64
 /* Beyond this part of the peak, and TOO_MUCH_PAGES, memory is held for nothing: it is planned for,
  * and given back once a plan serves. With a 16th and 16 pages a Step of a small model kept up to
@@ -74,7 +75,7 @@
  * churn first pass 513 -> 495 ms. */
 #define RBI_WINDOW_LOOKS 64
 /* Blocks below this part of a page are small. Halved: resnet50 98.7 -> 98.3 % live / reserved;
- * doubled: accumulation smallest 1.0200 -> 1.0224, two-streams 98.4 -> 97.6 % live / reserved. */
+ * doubled: accumulation smallest 1.0200 -> 1.0224. */
 #define RBI_ZONE_SMALL_PARTS 64
 /* Blocks of this many pages are large. Halved: gpt2 smallest 1.0114 -> 1.0127; doubled:
  * accumulation smallest 1.0200 -> 1.0228. */
@@ -103,8 +104,8 @@
 /* Sizes of 1 to QUICK units have a quick list each; the larger ones share as many. Fixed: the
  * lists that have blocks are the bits of a word. */
 #define RBI_POOL_QUICK 64
-/* This many bytes of small blocks are kept unmerged by each stream. Halved: events at 50 114 ->
- * 288; doubled: nothing. */
+/* This many bytes of small blocks are kept unmerged by each stream. Halved: events at 50 69 ->
+ * 98; doubled: nothing. */
 #define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 /* After this many requests that the lists of large sizes did not serve, blocks are merged as they
  * are freed. Halved: vit-checkpointed smallest 1.013 -> 1.015; doubled: its third pass at 1.02 84
@@ -119,15 +120,15 @@
 /* Tries of the lock before a system call: a bound, most holders are done before. */
 #define RBI_LOCK_SPINS 256
 
-/* ---- events of streams (streams.c): driver calls, for memory that is not known to be free ---- */
+/* ---- events (streams.c): driver calls, for memory that is not known to be free ---- */
 
-/* Frees from one event to the next at first. Halved: events at 50 114 -> 190; doubled: 114 -> 301.
- * */
-#define RBI_EVENT_LEAST_GAP 16
-/* And at most, each time twice as many. Halved or doubled: two-streams smallest 1.006 -> 1.008. */
+/* Frees from one event to the next at first. Halved: events at 50 69 -> 205; doubled: 69 -> 133. */
+#define RBI_EVENT_LEAST_GAP 12
+/* And at most, each time twice as many. Halved: events at 100 90 -> 165; doubled: at 200 114 ->
+ * 231. */
 #define RBI_EVENT_MOST_GAP 512
-/* The free of a block that other streams use counts as this many. Halved: two-streams smallest
- * 1.006 -> 1.007; doubled: events at 50 114 -> 281. */
+/* The free of a block that other streams use counts as this many. Halved: events at 200 114 -> 210;
+ * doubled: at 50 69 -> 134. */
 #define RBI_EVENT_FREES_A_USE 16
 
 /* ---- plans (plan.c, plan/layout.c): memory and time, for moved pages ---- */

@@ -79,8 +79,6 @@ CALL(cuLaunchHostFunc, (cu_stream stream, void (*function)(void *), void *user),
      " %llu", NUMBER(stream))
 CALL(cuEventCreate, (cu_event * out, unsigned flags), *out = (cu_event)9, " %u", flags)
 CALL(cuEventDestroy_v2, (cu_event event), (void)0, " %llu", NUMBER(event))
-CALL(cuEventRecord, (cu_event event, cu_stream stream), (void)0, " %llu %llu", NUMBER(event),
-     NUMBER(stream))
 CALL(cuEventQuery, (cu_event event), (void)0, " %llu", NUMBER(event))
 CALL(cuEventSynchronize, (cu_event event), (void)0, " %llu", NUMBER(event))
 CALL(cuCtxRecordEvent, (cu_context context, cu_event event), (void)0, " %llu %llu", NUMBER(context),

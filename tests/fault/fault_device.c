@@ -168,14 +168,9 @@ static void fault_event_destroy(void *self, rbi_event event)
     rbi_event_destroy(inner_of(self), event);
 }
 
-static rebatch_status fault_event_record(void *self, rbi_event event, rebatch_stream stream)
+static rebatch_status fault_event_record(void *self, rbi_event event)
 {
-    PASS(REBATCH_FAULT_EVENT, rbi_event_record(inner, event, stream));
-}
-
-static rebatch_status fault_event_record_all(void *self, rbi_event event)
-{
-    PASS(REBATCH_FAULT_EVENT, rbi_event_record_all(inner, event));
+    PASS(REBATCH_FAULT_EVENT, rbi_event_record(inner, event));
 }
 
 static rebatch_status fault_event_query(void *self, rbi_event event, bool *done)
@@ -296,7 +291,6 @@ static const struct rbi_device_ops plain_ops = {
     .event_create = fault_event_create,
     .event_destroy = fault_event_destroy,
     .event_record = fault_event_record,
-    .event_record_all = fault_event_record_all,
     .event_query = fault_event_query,
     .event_synchronize = fault_event_synchronize,
     .stream_is_valid = fault_stream_is_valid,

@@ -39,12 +39,12 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
     case RBI_BLOCK_FREE:
     case RBI_BLOCK_HOLE:
         CHECK((b->lists == &pool->space->lists) == (b->state == RBI_BLOCK_HOLE));
-        CHECK(b->freed_at <= rbi_stream_of(b)->frees);
+        CHECK(b->freed_at <= pool->progress.frees);
         tally->free_blocks++;
         break;
     case RBI_BLOCK_QUICK:
     case RBI_BLOCK_PENDING:
-        CHECK(b->freed_at <= rbi_stream_of(b)->frees);
+        CHECK(b->freed_at <= pool->progress.frees);
         tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
@@ -76,7 +76,6 @@ static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block
 
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
-    CHECK(b->used == (b->uses != NULL));
     CHECK(b->bins == &b->lists->bins[b->lists->has_zones ? b->range->zone : 0]);
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
@@ -203,27 +202,20 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
     if (!are_quick_lists_valid(s, found))
         return false;
     CHECK(found->live_bytes - before == s->lists.free_bytes);
-    uint64_t point = s->done;
-    CHECK(s->clear <= s->done && s->at_device_event <= s->frees);
-    CHECK(s->event_count <= RBI_STREAM_EVENTS);
-    for (uint32_t i = 0; i < s->event_count; i++) {
-        const struct rbi_stream_event *event = &s->events[(s->first_event + i) % RBI_STREAM_EVENTS];
-        CHECK(event->handle && point < event->point);
-        point = event->point;
-    }
-    CHECK(point <= s->frees && s->frees < s->next_event);
     return true;
 }
 
-/* Uses that name `stream`. */
-static uint64_t uses_of(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
+static bool is_progress_valid(const struct rbi_pool_progress *progress)
 {
-    uint64_t uses = 0;
-    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
-        for (const struct rbi_block *b = r->first; b; b = b->after)
-            for (const struct rbi_block_use *use = b->uses; use; use = use->next)
-                uses += use->stream == stream;
-    return uses;
+    uint64_t point = progress->done;
+    CHECK(progress->count <= RBI_PROGRESS_EVENTS && progress->first < RBI_PROGRESS_EVENTS);
+    for (uint32_t i = 0; i < progress->count; i++) {
+        const uint32_t at = (progress->first + i) % RBI_PROGRESS_EVENTS;
+        CHECK(progress->events[at].handle && point < progress->events[at].point);
+        point = progress->events[at].point;
+    }
+    CHECK(point <= progress->frees);
+    return true;
 }
 
 static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tally)
@@ -231,15 +223,15 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
     struct tally found;
     memset(&found, 0, sizeof found);
     uint64_t pending_blocks = 0;
-    if (!is_stream_valid(pool->space, &found))
+    if (!is_progress_valid(&pool->progress) || !is_stream_valid(pool->space, &found))
         return false;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (!is_stream_valid(s, &found))
             return false;
-        CHECK(pool->pressing > 0 || uses_of(pool, s) == s->pins);
+        CHECK(pool->pressing > 0 || s->pins == 0);
     }
     for (const struct rbi_block *b = pool->pending; b; b = b->next) {
-        CHECK(b->state == RBI_BLOCK_PENDING && b->uses);
+        CHECK(b->state == RBI_BLOCK_PENDING && b->used);
         pending_blocks++;
     }
     CHECK(found.free_blocks == tally->free_blocks);

@@ -423,7 +423,7 @@ def test_a_command_that_waits_hears_the_answer():
     assert head == "answer 4 0" and text.startswith("sum             ")
 
 
-def test_with_a_rung_of_lighten_that_is_on_correct_steps_have_no_mistake():
+def test_with_a_level_of_lighten_that_is_on_correct_steps_have_no_mistake():
     is_on = []
 
     def loss_fn(model, samples):
@@ -446,13 +446,13 @@ def test_with_a_rung_of_lighten_that_is_on_correct_steps_have_no_mistake():
 
 
 def test_memory_that_stays_in_use_after_a_run_is_a_mistake(monkeypatch):
-    from rebatch.torch.check.trial_runs import Rehearsal
+    from rebatch.torch.check.trial_runs import TrialRuns
 
     def bytes_of_all_tensors(_):
         tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
         return 1 + sum(t.numel() * t.element_size() for t in tensors)
 
-    monkeypatch.setattr(Rehearsal, "_live_bytes", bytes_of_all_tensors)
+    monkeypatch.setattr(TrialRuns, "_live_bytes", bytes_of_all_tensors)
     model = torch.nn.Linear(4096, 8)
     batch = (torch.randn(64, 4096), torch.randn(64, 8))
     kept = itertools.repeat([])

@@ -143,9 +143,9 @@ def test_a_loss_over_pairs_kept_whole_is_exact():
     def run(fails):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-        rungs = [rebatch.checkpointing(model[0], model[2])]
+        levels = [rebatch.checkpointing(model[0], model[2])]
         is_light = []
-        rungs.append(is_light.append)
+        levels.append(is_light.append)
 
         def limited(model, samples):
             loss = contrastive(model, samples)
@@ -154,7 +154,7 @@ def test_a_loss_over_pairs_kept_whole_is_exact():
             return loss
 
         step = rebatch.Step(
-            model, sgd(model), limited, micro_smallest=16, lighten=rungs, log_level="quiet"
+            model, sgd(model), limited, micro_smallest=16, lighten=levels, log_level="quiet"
         )
         losses = []
         said = warned(lambda: losses.extend(float(step(torch.randn(16, 8))) for _ in range(3)))

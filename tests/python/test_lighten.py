@@ -1,4 +1,4 @@
-"""Rungs that save memory: what they leave alone."""
+"""Levels that save memory: what they leave alone."""
 
 import copy
 import io
@@ -123,7 +123,7 @@ def test_a_step_trains_the_model_and_not_its_copy():
     assert not same_bits(state_of(model), before)
 
 
-def test_a_rung_with_offload_lies_over_one_without():
+def test_a_level_with_offload_lies_over_one_without():
     torch.manual_seed(0)
     model = torch.nn.Sequential(Counting(), Counting())
     plain = rebatch.checkpointing(*model)
@@ -155,7 +155,7 @@ def test_offload_in_a_compiled_model_recomputes():
     assert torch.equal(got, expected)
 
 
-def test_a_hugging_face_model_keeps_the_rung_below():
+def test_a_hugging_face_model_keeps_the_level_below():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
     torch.manual_seed(0)

@@ -759,7 +759,7 @@ def test_a_step_is_not_copied(copied):
         copied(step)
 
 
-def test_a_rung_of_the_wrong_kind_is_said_at_once():
+def test_a_level_of_the_wrong_kind_is_said_at_once():
     model = make("mlp")[0]
     with pytest.raises(TypeError, match="of checkpointing.. is of type list"):
         rebatch.checkpointing([model])

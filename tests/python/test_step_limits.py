@@ -38,7 +38,7 @@ def test_by_cost_one_long_sample_does_not_make_the_others_small():
     assert sum(count for _, count in ran) == 8
 
 
-def test_lighten_is_the_last_rung_and_is_left_again():
+def test_lighten_is_the_last_level_and_is_left_again():
     log = []
     model, batch, loss_fn = make("mlp")
     light = [False]
@@ -164,16 +164,16 @@ def test_training_goes_on_at_the_size_that_was_found():
     assert resumed.report.micro == 4 and resumed.report.step == 3
 
 
-def test_training_goes_on_with_the_rungs_that_were_in_use():
+def test_training_goes_on_with_the_levels_that_were_in_use():
     model, batch, loss_fn = make("mlp")
     switched = []
 
-    def make_step(loss_fn, rungs=2):
+    def make_step(loss_fn, levels=2):
         return rebatch.Step(
             model,
             torch.optim.SGD(model.parameters(), 0.1),
             loss_fn,
-            lighten=[lambda on, i=i: switched.append((i, on)) for i in range(rungs)],
+            lighten=[lambda on, i=i: switched.append((i, on)) for i in range(levels)],
             log_level="quiet",
             grow_after=2,
         )
@@ -192,7 +192,7 @@ def test_training_goes_on_with_the_rungs_that_were_in_use():
         resumed(batch)
     assert switched == [(0, True), (0, False)] and resumed.report.lighten_level == 0
     switched.clear()
-    without = make_step(loss_fn, rungs=0)
+    without = make_step(loss_fn, levels=0)
     without.load_state_dict(state)
     without(batch)
     assert without.report.lighten_level == 0

@@ -410,7 +410,7 @@ def test_an_oom_within_the_optimizers_step_is_torn(tmp_path, scaler):
     assert optimizers[0].calls == 1
 
 
-def test_gradient_checkpointing_is_the_last_rung(tmp_path):
+def test_gradient_checkpointing_is_the_last_level(tmp_path):
     model = fails_above(seeded(gpt), 0, "forward", lambda m: m.transformer.gradient_checkpointing)
     trainer = train(tmp_path, model, RebatchTrainer)
     assert trainer.report.lighten_level == 1 and model.transformer.gradient_checkpointing

@@ -149,7 +149,7 @@ def test_an_oom_in_a_later_micro_batch_changes_no_bit(name, where, gradients, ca
     """Micro-batches of 4, and the size stays: the n-th call fails, in the first or second step."""
     options = dict(micro_start=4, micro_smallest=4, gradients=gradients)
     expected, expected_losses, _ = train(name, steps=3, **options)
-    # The failed attempt is tried again at its size, since a rung seems to help.
+    # The failed attempt is tried again at its size, since a level seems to help.
     modules, step = make(name, lighten=[lambda on: None], **options)
     loss_fn, calls = step.loss_fn, Unseen(0)
 
@@ -424,15 +424,15 @@ def test_no_hidden_module_that_is_gone_is_kept():
     assert sum(module() is not None for module in alive) <= 2
 
 
-# ---- rungs, other modules, several Steps ----
+# ---- levels, other modules, several Steps ----
 
 
-def test_what_a_rung_changes_stays_when_the_step_is_undone():
-    """As Hugging Face's models do, a rung sets a number of a module and wraps its forward."""
+def test_what_a_level_changes_stays_when_the_step_is_undone():
+    """As Hugging Face's models do, a level sets a number of a module and wraps its forward."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
     model[0].level = 0
 
-    def rung(on):
+    def level(on):
         model[0].level = int(on)
         model[0].forward = torch.nn.Linear.forward.__get__(model[0])
         model[1].register_buffer("note", torch.ones(1))
@@ -441,7 +441,7 @@ def test_what_a_rung_changes_stays_when_the_step_is_undone():
 
     def loss_fn(model, samples):
         loss = model(samples[0]).square().mean()
-        if left and left.pop():  # no smaller size is allowed, so the rung is next
+        if left and left.pop():  # no smaller size is allowed, so the level is next
             loss.register_hook(trainings._strike)
         if len(left) == 0 and len(seen) < 3:
             seen.append(model[0].level)
@@ -454,7 +454,7 @@ def test_what_a_rung_changes_stays_when_the_step_is_undone():
         loss_fn,
         micro_smallest=16,
         gradients="inplace",
-        lighten=rung,
+        lighten=level,
         log_level="quiet",
         growth=False,
     )
@@ -881,12 +881,12 @@ def test_in_a_struck_step_what_changed_nothing_is_looked_at_once(monkeypatch):
     """Before the step, after each failed attempt, and after each micro-batch that succeeds; sums of
     contents until the first one has."""
     looks = []
-    made = undo._Look.__init__
+    made = undo.Look.__init__
 
     def counted(look, held, batch, compares):
         looks.append(compares)
         made(look, held, batch, compares)
 
-    monkeypatch.setattr(undo._Look, "__init__", counted)
+    monkeypatch.setattr(undo.Look, "__init__", counted)
     train("lora_on_a_frozen_base", ooms_in=(0,), steps=1)
     assert looks[:5] == [True, True] + [False] * 3

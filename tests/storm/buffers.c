@@ -9,6 +9,12 @@ static uint64_t marker_of(const struct storm_buffers *b, size_t i)
     return storm_hash(b->salt, 100 * b->made + i);
 }
 
+enum storm_frees storm_frees_draw(const struct storm *s, uint64_t *dice)
+{
+    const enum storm_frees manner = (enum storm_frees)storm_below(dice, STORM_FREES);
+    return s->plan.options.pool.caching == REBATCH_OFF ? STORM_FREES_NOTHING : manner;
+}
+
 /* What is of before the first step is free for good, whatever becomes of the resize. */
 static void free_old(struct storm *s, struct storm_buffers *b, size_t i, void *old)
 {

@@ -56,7 +56,7 @@ void storm_neighbour_open(struct storm *s)
         return;
     n->dice = storm_hash(s->seed, 7000);
     n->buffers.salt = storm_hash(s->seed, 7001);
-    n->buffers.manner = (enum storm_frees)storm_below(&n->dice, STORM_FREES);
+    n->buffers.manner = storm_frees_draw(s, &n->dice);
     n->buffers.is_backwards = storm_one_in(&n->dice, 2);
     options.existing_pool = s->pool;
     options.log_level = REBATCH_LOG_QUIET;

@@ -87,8 +87,8 @@ static bool open_session(struct storm *s)
     s->ops = storm_model_ops(&s->plan);
     s->buffers.salt = storm_hash(s->seed, 6000);
     s->map_buffers.salt = storm_hash(s->seed, 6001);
-    s->buffers.manner = (enum storm_frees)storm_below(&s->dice, STORM_FREES);
-    s->map_buffers.manner = (enum storm_frees)storm_below(&s->dice, STORM_FREES);
+    s->buffers.manner = storm_frees_draw(s, &s->dice);
+    s->map_buffers.manner = storm_frees_draw(s, &s->dice);
     s->buffers.is_backwards = storm_one_in(&s->dice, 2);
     storm_neighbour_open(s);
     return !s->has_failed;

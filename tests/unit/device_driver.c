@@ -267,10 +267,8 @@ static rebatch_status call_all(rebatch_device *device, int upto)
     case 20:
         return rbi_event_create(device, &event);
     case 21:
-        return rbi_event_record(device, event, stream);
+        return rbi_event_record(device, event);
     case 22:
-        return rbi_event_record_all(device, event);
-    case 23:
         return rbi_event_query(device, event, &is_done) ? REBATCH_E_DEVICE
                : is_done                                ? REBATCH_OK
                                                         : REBATCH_E_STATE;
@@ -301,7 +299,6 @@ static const char *const calls[] = {
     "StreamSynchronize 8\n",
     "LaunchHostFunc 8\n",
     "EventCreate 2\n",
-    "EventRecord 9 8\n",
     "CtxRecordEvent 7 9\n",
     "EventQuery 9\n",
     "EventSynchronize 9\n",
@@ -383,7 +380,7 @@ Test(device_driver, each_call_may_fail)
             (void)snprintf(symbol, 64, "cu%.*s", (int)length, calls[i]);
             set_variable(told, "driver_code", rows[r].code);
             const rebatch_status status = call_all(device, i);
-            const bool is_asked = i == 19 || i == 23; /* of which the codes are put together */
+            const bool is_asked = i == 19 || i == 22; /* of which the codes are put together */
             const rebatch_status expected = is_asked                      ? REBATCH_E_DEVICE
                                             : i == 5 && rows[r].code == 2 ? REBATCH_E_HOST_OOM
                                                                           : rows[r].status;

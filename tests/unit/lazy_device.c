@@ -202,16 +202,7 @@ static void lazy_event_destroy(void *self, rbi_event event)
     free(event);
 }
 
-static rebatch_status lazy_event_record(void *self, rbi_event event, rebatch_stream stream)
-{
-    (void)self;
-    lazy.event_calls++;
-    *event = (struct rbi_event_object){{0}};
-    event->numbers[stream_of(stream) - lazy.streams] = stream_of(stream)->enqueued;
-    return REBATCH_OK;
-}
-
-static rebatch_status lazy_event_record_all(void *self, rbi_event event)
+static rebatch_status lazy_event_record(void *self, rbi_event event)
 {
     (void)self;
     lazy.event_calls++;
@@ -220,9 +211,16 @@ static rebatch_status lazy_event_record_all(void *self, rbi_event event)
     return REBATCH_OK;
 }
 
-void lazy_set_device_events(bool are_there)
+static rebatch_status lazy_event_refuse(void *self, rbi_event event)
 {
-    lazy.ops.event_record_all = are_there ? lazy_event_record_all : NULL;
+    (void)self;
+    (void)event;
+    return REBATCH_E_UNSUPPORTED;
+}
+
+void lazy_set_events(bool are_there)
+{
+    lazy.ops.event_record = are_there ? lazy_event_record : lazy_event_refuse;
 }
 
 static rebatch_status lazy_event_query(void *self, rbi_event event, bool *done)
@@ -278,11 +276,10 @@ rebatch_device *lazy_open(size_t capacity_bytes, size_t page_bytes, bool has_vir
     lazy.ops.stream_synchronize = lazy_stream_synchronize;
     lazy.ops.event_create = lazy_event_create;
     lazy.ops.event_destroy = lazy_event_destroy;
-    lazy.ops.event_record = lazy_event_record;
     lazy.ops.synchronize = lazy_synchronize;
     lazy.ops.event_query = lazy_event_query;
     lazy.ops.event_synchronize = lazy_event_synchronize;
-    lazy_set_device_events(true);
+    lazy_set_events(true);
     device->ops = &lazy.ops;
     return device;
 }

@@ -18,8 +18,8 @@ void lazy_use(rebatch_stream stream, const void *memory, size_t bytes);
 /* The same, without the pool's knowledge: `owner`, whose memory it is, waits for it before it uses
  * the memory for anything else. */
 void lazy_read(rebatch_stream stream, rebatch_stream owner, const void *memory, size_t bytes);
-/* Whether events of all streams can be had; they can at first. */
-void lazy_set_device_events(bool are_there);
+/* Whether events can be had; they can at first. */
+void lazy_set_events(bool are_there);
 /* Work of a stream is done: a `share` of what is under way, of 8. */
 void lazy_go_on(rebatch_stream stream, unsigned share);
 /* How many of these are not done. */

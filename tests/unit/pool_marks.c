@@ -1,5 +1,5 @@
-/* Holds how often the pool asks streams how far they have come, which costs calls of the device,
- * and that what they have done is known all the same. Calls are counted, nothing is timed.
+/* Holds how often the pool asks the device how far it has come, which costs calls of the device,
+ * and that what is done is known all the same. Calls are counted, nothing is timed.
  * Seeds: 201, 202 and 209, the order in which independent streams free. */
 #include "unit/lazy_device.h"
 #include "unit/pool_help.h"
@@ -125,6 +125,7 @@ Test(pool_marks, a_search_after_a_long_silence_finds_what_is_done)
 {
     struct world w = open_world(64);
     give(w.pool, use_new(&w, PAGE, w.other));
+    lazy_go_on(w.other, 8);
     for (int i = 0; i < 5000; i++) {
         give(w.pool, use_new(&w, 40 * PAGE, w.stream));
         lazy_go_on(w.stream, 8);
@@ -136,7 +137,7 @@ Test(pool_marks, a_search_after_a_long_silence_finds_what_is_done)
     close_world(&w);
 }
 
-/* The same of a block that the other stream used. */
+/* The same of a block that the other stream used. All work of the device is done. */
 Test(pool_marks, a_used_block_is_free_after_a_long_silence_too)
 {
     struct world w = open_world(64);
@@ -174,6 +175,7 @@ Test(pool_marks, what_was_freed_earlier_is_had_earlier)
         for (unsigned i = 0; i < BLOCKS; i++) {
             const unsigned left = BLOCKS - i;
             lazy_go_on(w.stream, (8 + left - 1) / left); /* the work on one more is done */
+            lazy_go_on(w.other, 8);
             cr_assert_eq(use_new(&w, 4 * PAGE, w.other), blocks[i]);
         }
         assert_valid(w.pool);
@@ -184,7 +186,7 @@ Test(pool_marks, what_was_freed_earlier_is_had_earlier)
 /* More frees are under way than there can be marks. */
 Test(pool_marks, more_frees_than_marks_lose_nothing)
 {
-    enum { BLOCKS = 4 * RBI_STREAM_EVENTS };
+    enum { BLOCKS = 4 * RBI_PROGRESS_EVENTS };
     struct world w = open_world(512);
     void *blocks[BLOCKS];
     for (int i = 0; i < BLOCKS; i++)
@@ -195,6 +197,7 @@ Test(pool_marks, more_frees_than_marks_lose_nothing)
     }
     const uint64_t reserved = stats_of(w.pool).reserved_bytes;
     lazy_go_on(w.stream, 8);
+    lazy_go_on(w.other, 8);
     for (int i = 0; i < BLOCKS; i++)
         (void)use_new(&w, 4 * PAGE, w.other);
     cr_assert_eq(stats_of(w.pool).reserved_bytes, reserved);

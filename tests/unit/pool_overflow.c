@@ -141,9 +141,7 @@ static void read_late(void *user)
 Test(pool_overflow, what_is_read_goes_back_when_it_was_read)
 {
     static struct reading reading;
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.reuse_after_device = REBATCH_ON;
-    AUTO_RIG rig = open_beside(8, 100, &options);
+    AUTO_RIG rig = open_beside(8, 100, NULL);
     rebatch_stream reader;
     cr_assert_eq(rebatch_stream_create(&reader, rig.device), REBATCH_OK);
     allow(rig.pool, true);

@@ -21,11 +21,12 @@ struct block {
 /* How a run differs from others. */
 struct kind {
     int calls;
-    bool plain;    /* no virtual memory */
-    bool tight;    /* requests are large for the device, limit and capacity change often */
-    bool pressure; /* a pressure callback gives up blocks */
-    int threads;   /* more than 0: calls are made as by so many threads */
-    bool no_device_events;
+    bool plain;      /* no virtual memory */
+    bool tight;      /* requests are large for the device, limit and capacity change often */
+    bool pressure;   /* a pressure callback gives up blocks */
+    int threads;     /* more than 0: calls are made as by so many threads */
+    bool undeclared; /* half of what uses blocks of another stream is not told to the pool */
+    bool no_events;
     rebatch_pool_options options;
 };
 
@@ -239,7 +240,7 @@ static void do_use_on(struct model *m)
         return;
     const struct block *b = m->all[below(m, m->count)];
     const rebatch_stream stream = m->streams[below(m, STREAMS)];
-    if (m->kind->options.reuse_after_device == REBATCH_ON && below(m, 2)) {
+    if (m->kind->undeclared && below(m, 2)) {
         lazy_read(stream, b->stream, b->address, b->is.rounded);
         return;
     }
@@ -327,7 +328,7 @@ static struct model *open_model(uint64_t seed, const struct kind *kind)
     m->limit = SIZE_MAX;
     m->capacity = PAGES * PAGE;
     m->device = lazy_open(m->capacity, PAGE, !kind->plain);
-    lazy_set_device_events(!kind->no_device_events);
+    lazy_set_events(!kind->no_events);
     cr_assert_eq(rebatch_pool_create(&m->pool, m->device, &kind->options), REBATCH_OK, "%s",
                  rebatch_last_error());
     for (size_t i = 0; i < MOST; i++)
@@ -481,7 +482,7 @@ Test(pool_random, many_calls_without_caching)
 Test(pool_random, many_calls_with_readers_that_are_not_declared)
 {
     struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.reuse_after_device = REBATCH_ON;
+    kind.undeclared = true;
     run_kind(116, &kind);
     kind.plain = true;
     kind.calls = 200000;
@@ -491,9 +492,9 @@ Test(pool_random, many_calls_with_readers_that_are_not_declared)
 Test(pool_random, many_calls_with_such_readers_when_memory_is_short)
 {
     struct kind kind = {.calls = 300000, .tight = true, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.reuse_after_device = REBATCH_ON;
+    kind.undeclared = true;
     run_kind(119, &kind);
-    kind.no_device_events = true;
+    kind.no_events = true;
     run_kind(120, &kind);
     kind.plain = true;
     run_kind(121, &kind);
@@ -510,7 +511,7 @@ Test(pool_random, many_calls_with_such_readers_where_the_pool_may_not_always_wai
 {
     uint64_t calls = 0;
     struct kind kind = {.calls = 300000, .tight = true, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.reuse_after_device = REBATCH_ON;
+    kind.undeclared = true;
     kind.options.may_wait = now_and_then;
     kind.options.may_wait_user = &calls;
     const struct outcome outcome = run(122, &kind, scaled(kind.calls));

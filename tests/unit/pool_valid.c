@@ -55,9 +55,9 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, stream->lists.quick_filled[0], 2);
     ASSERT_NOTICED(pool, stream->lists.small_bytes, 512);
     ASSERT_NOTICED(pool, stream->pins, 1);
-    ASSERT_NOTICED(pool, stream->done, UINT64_MAX);
-    ASSERT_NOTICED(pool, stream->next_event, stream->frees);
-    ASSERT_NOTICED(pool, stream->event_count, RBI_STREAM_EVENTS);
+    ASSERT_NOTICED(pool, pool->progress.done, UINT64_MAX);
+    ASSERT_NOTICED(pool, pool->progress.first, RBI_PROGRESS_EVENTS);
+    ASSERT_NOTICED(pool, pool->progress.count, RBI_PROGRESS_EVENTS);
     ASSERT_NOTICED(pool, pool->heap.table.shift, 63);
     ASSERT_NOTICED(pool, pool->heap.late.used, 1);
     ASSERT_NOTICED(pool, pool->heap.late.count, 1);

@@ -102,7 +102,7 @@ class _Attempt:
         )
         self._training.running.undo.compares_contents = False  # kernels write none
         if level:
-            self._training.callbacks.rungs.wanted = level
+            self._training.callbacks.levels.wanted = level
         self._batch = self._batch_of(batch)
 
     def _batch_of(self, batch: Any) -> Any:
@@ -414,7 +414,7 @@ def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[st
             "itself, without torchrun"
         )
     search = Search(training, batch, request["installs"])
-    levels = range(1 + (len(training.callbacks.rungs) if request["levels"] else 0))
+    levels = range(1 + (len(training.callbacks.levels) if request["levels"] else 0))
     lines = [search.line(level) for level in levels]
     outside = search.outside(request["beside"])
     rooms = [max(free - outside, 0) // _PAGE * _PAGE for free in request["free"]]

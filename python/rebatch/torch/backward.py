@@ -364,7 +364,7 @@ class Backward:
         return self._training.state_dict()
 
     def load_state_dict(self, state: Dict[str, int]) -> None:
-        """Go on where state_dict() was taken, at its micro-batch size, and with the rungs of
+        """Go on where state_dict() was taken, at its micro-batch size, and with the levels of
         `lighten` that were in use, as far as they are there."""
         self._training.load_state_dict(state)
 

@@ -20,7 +20,6 @@
 #define RBI_POOL_BINS (RBI_POOL_BIN_WORDS * 64)
 
 struct rbi_bins;
-struct rbi_block_use;
 struct rbi_lists;
 struct rbi_map;
 struct rbi_range;
@@ -50,7 +49,7 @@ enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
  *   in the pool's table == (live, deferred, quick or pending)
  *   live or deferred: previous->sequence < sequence < next->sequence
  *   free (or hole): *link == this, next == NULL || next->link == &next, bin == that of bytes
- *   used == (uses != NULL); bins == &lists->bins[lists->has_zones ? range->zone : 0]
+ *   bins == &lists->bins[lists->has_zones ? range->zone : 0]
  *   hole, lost: address and bytes are multiples of the page */
 struct rbi_block {
     _Alignas(RBI_LINE_BYTES) char *address;
@@ -79,12 +78,11 @@ struct rbi_block {
     };
     struct rbi_lists *lists; /* whose it is, in use or free */
     struct rbi_range *range;
-    struct rbi_block_use *uses;
     struct rbi_block *next_deferred; /* deferred: the scope's list */
     struct rbi_block *same_home;     /* in the table: its list there */
     uint32_t phase;                  /* of a plan, the one in which it was allocated */
-    uint32_t call : 31;              /* and by which of its calls */
-    uint32_t planned : 1; /* live, deferred: it lies in the plan's arena, and not in its range */
+    uint32_t call;                   /* and by which of its calls */
+    bool planned; /* live, deferred: it lies in the plan's arena, and not in its range */
 };
 _Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 
@@ -273,7 +271,6 @@ static inline struct rbi_block *rbi_block_cut(struct rbi_block_heap *heap, struc
     part->range = block->range;
     part->sequence = block->sequence;
     part->freed_at = block->freed_at;
-    part->uses = NULL;
     part->state = block->state;
     part->late = part->used = false;
     block->bytes -= bytes;

@@ -227,7 +227,7 @@ def pinned():
     return statistics["num_host_alloc"] - statistics["num_host_free"]
 
 
-def test_pinned_memory_is_used_again_and_goes_back_with_the_rung():
+def test_pinned_memory_is_used_again_and_goes_back_with_the_level():
     gc.collect()
     torch._C._host_emptyCache()
     before = pinned()
@@ -278,22 +278,22 @@ def loss_fn(model, samples):
 
 
 def trained(offload, mode=None, micro=4):
-    """(OOMs of two steps, state) of a model that has entered its rungs."""
+    """(OOMs of two steps, state) of a model that has entered its levels."""
     torch.manual_seed(0)
     model = Model().cuda()
-    rungs = [rebatch.checkpointing(*model.blocks)]
+    levels = [rebatch.checkpointing(*model.blocks)]
     if offload:
-        rungs.append(rebatch.checkpointing(*model.blocks, offload=True))
+        levels.append(rebatch.checkpointing(*model.blocks, offload=True))
     options = {"micro_start": micro, "growth": False, "log_level": "quiet"}
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    step = rebatch.Step(model, optimizer, loss_fn, lighten=rungs, **options)
-    step.load_state_dict({"step": 0, "micro": micro, "lighten_level": len(rungs)})
+    step = rebatch.Step(model, optimizer, loss_fn, lighten=levels, **options)
+    step.load_state_dict({"step": 0, "micro": micro, "lighten_level": len(levels)})
     ooms, batch = 0, inputs(8)
     for _ in range(2):
         with mode or contextlib.nullcontext():
             step(batch)
         ooms += step.report.ooms
-        assert step.report.lighten_level == len(rungs)
+        assert step.report.lighten_level == len(levels)
         for block in model.blocks:
             block.seen.clear()
     return ooms, state_of(model)

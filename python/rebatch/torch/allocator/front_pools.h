@@ -125,9 +125,6 @@ rebatch_status open_locked(Slot &slot, int device)
         slot.total_bytes = memory.total_bytes;
         slot.fraction = native_fraction(device);
         rebatch_pool_options own = options;
-        // PyTorch's rule: a program that reads a tensor on a side stream need not record_stream()
-        // it, if the stream of the tensor waits for the side stream before it allocates again.
-        own.reuse_after_device = REBATCH_ON;
         own.may_wait = may_wait_for_gpu;
         status = rebatch_pool_create(&pool, slot.device, &own);
     }

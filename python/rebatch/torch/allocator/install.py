@@ -82,10 +82,14 @@ def install(
         _options.update(first)
         _warn_of_settings()
         phases.watch_optimizers(pool)
-        # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
-        # keep the whole segment that it lies in.
-        clear_cublas_workspaces()
-        torch.cuda.empty_cache()
+        _empty_native_cache()
+
+
+def _empty_native_cache() -> None:
+    """It is of use to nobody now. A workspace of cuBLAS would keep the whole segment that it lies
+    in."""
+    clear_cublas_workspaces()
+    torch.cuda.empty_cache()
 
 
 def _load_front(options: _library.PoolOptions) -> Any:

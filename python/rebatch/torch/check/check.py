@@ -19,7 +19,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import Check, Finding, explain
 from rebatch.torch.check.rounding import SEEDS, floors, tolerance
-from rebatch.torch.check.trial_runs import Outcome, Rehearsal, RunAs, restored
+from rebatch.torch.check.trial_runs import Outcome, RunAs, TrialRuns, restored
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.undo.undo import NotPutBackError
@@ -77,9 +77,9 @@ def check_step(running: Running, run_as: RunAs, accepted: Collection[str]) -> Ch
     began = time.perf_counter()
     while True:
         try:
-            rehearsal = Rehearsal(running, run_as)
-            with restored(rehearsal):
-                return _Checker(running, rehearsal, accepted, began).check(sizes)
+            runs = TrialRuns(running, run_as)
+            with restored(runs):
+                return _Checker(running, runs, accepted, began).check(sizes)
         except Exception as error:
             if len(sizes) == 1 or not is_oom(error):
                 raise
@@ -90,12 +90,10 @@ def check_step(running: Running, run_as: RunAs, accepted: Collection[str]) -> Ch
 class _Checker:
     """The runs of a check, and what they show. Mistakes of the kinds `accepted` become notes."""
 
-    def __init__(
-        self, running: Running, rehearsal: Rehearsal, accepted: Collection[str], began: float
-    ):
+    def __init__(self, running: Running, runs: TrialRuns, accepted: Collection[str], began: float):
         self._samples, self._program = running.samples, running.program
-        self._runs, self._accepted = rehearsal, accepted
-        self._root = rehearsal.named
+        self._runs, self._accepted = runs, accepted
+        self._root = runs.named
         self._began = began
         self._findings: List[Finding] = []
         self._compared: List[int] = []

@@ -102,9 +102,9 @@ def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
     return float(squares**0.5)
 
 
-class Rehearsal:
+class TrialRuns:
     """The runs of a batch that runs. Each begins with the state that the training had when the
-    Rehearsal was made; restore() goes back to it. run_as(program) runs the batch as a Step of
+    TrialRuns was made; restore() goes back to it. run_as(program) runs the batch as a Step of
     another program does, with its recovery: (loss, size of the micro-batches at the end)."""
 
     def __init__(self, running: Running, run_as: RunAs):
@@ -253,8 +253,8 @@ class Rehearsal:
 
 
 @contextlib.contextmanager
-def restored(rehearsal: Rehearsal) -> Iterator[None]:
+def restored(runs: TrialRuns) -> Iterator[None]:
     try:
         yield
     finally:
-        rehearsal.restore()
+        runs.restore()

@@ -30,7 +30,7 @@ def check_arguments(program: Program) -> None:
     """Arguments that would else fail within a step, or only at an OOM."""
     for module in listed(program.model):
         check_has("model", module, "named_buffers", "a torch.nn.Module")
-    given = [("loss_fn", program.loss_fn), *(("lighten", rung) for rung in program.lighten)]
+    given = [("loss_fn", program.loss_fn), *(("lighten", level) for level in program.lighten)]
     may_be_none = (
         ("normalizer", program.normalizer),
         ("cost", program.cost),

@@ -19,7 +19,7 @@ from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.left_backward import add_sentence
 from rebatch.torch.program.mistakes import hooked, refuse_graphs, refuse_stepped
 from rebatch.torch.program.program import Running, listed
-from rebatch.torch.saving.levels import Rungs
+from rebatch.torch.saving.levels import Levels
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.session.session import Ended, Session
 from rebatch.torch.session.weak_methods import weakly
@@ -46,7 +46,7 @@ class Callbacks:
 
     def __init__(self, running: Running, ranks: Optional[Ranks], cuts: FirstCut):
         self.cuts = cuts
-        self.rungs = Rungs(running.program.lighten, running.undo)
+        self.levels = Levels(running.program.lighten, running.undo)
         self.outputs: Any = None  # what loss_fn returned beside the loss, joined or summed
         self.is_applied = False  # the update of this batch
         self.failed_in_part = False  # loss_fn, for some of its samples, and not for memory
@@ -207,7 +207,7 @@ class Callbacks:
         return self._run(self._reduce, self._ranks)
 
     def _call_lighten(self, level: int, _user: Any) -> int:
-        if level > len(self.rungs):
+        if level > len(self.levels):
             return c.Status.E_UNSUPPORTED
         return self._run(self.set_level, level)
 
@@ -257,7 +257,7 @@ class Callbacks:
         """Of `lighten`."""
         if self._session and self._session.meter:
             self._session.meter.measure_again()
-        self.rungs.set_level(level)
+        self.levels.set_level(level)
 
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         running = self._running
@@ -532,4 +532,4 @@ class Callbacks:
         if needed and meter:
             if self._ranks and self._ranks.window:  # what stays is to lie in memory of its own
                 torch.cuda.empty_cache()
-            self._update.rehearse()
+            self._update.warm_up()

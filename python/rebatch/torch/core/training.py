@@ -92,7 +92,7 @@ class Training:
     def _go_on(self) -> None:
         """Where an earlier one with this model has left off."""
         found, self.running.told.is_done = self._found, self._found.is_told
-        self.callbacks.rungs.wanted = found.level
+        self.callbacks.levels.wanted = found.level
         if not self.program.options.get("micro_start"):
             self._micro = found.micro
 
@@ -130,7 +130,7 @@ class Training:
 
     def _open(self, device: torch.device) -> Session:
         program, callbacks = self.program, self.callbacks
-        callbacks.set_level(min(callbacks.rungs.wanted, len(callbacks.rungs)))
+        callbacks.set_level(min(callbacks.levels.wanted, len(callbacks.levels)))
         given = dict(program.options)
         if self._micro:
             given.update(micro_start=self._micro, learn=False)
@@ -144,7 +144,7 @@ class Training:
         session = Session(device, options, guards=callbacks.guards(), on_event=program.on_event)
         self.session = session
         callbacks.use(session)
-        c.check(lib.rebatch_set_lighten(session.rb, callbacks.rungs.level))
+        c.check(lib.rebatch_set_lighten(session.rb, callbacks.levels.level))
         c.check(lib.rebatch_set_step(session.rb, self.number))
         return session
 
@@ -222,7 +222,7 @@ class Training:
         if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
             self.close()
         session = self.open()
-        micro, level = self.micro, self.callbacks.rungs.wanted
+        micro, level = self.micro, self.callbacks.levels.wanted
         try:
             with self.gathered(Call.TRAINS):
                 return self._run_gathered(session, batch)
@@ -232,7 +232,7 @@ class Training:
                 raise
         self.close()
         # Not what was left of them when memory ran out.
-        self._micro, self.callbacks.rungs.wanted = micro, level
+        self._micro, self.callbacks.levels.wanted = micro, level
         warnings.warn(said, RuntimeWarning, stacklevel=user_stacklevel())
         return self._run(batch)
 
@@ -346,7 +346,7 @@ class Training:
         assert self.session is not None  # it has run a step
         found, micro = self._found, int(lib.rebatch_get_micro(self.session.rb, _ANY_BATCH))
         found.micro = 0 if micro > _ANY_BATCH // 2 else micro
-        found.level, found.is_told = self.callbacks.rungs.wanted, self.running.told.is_done
+        found.level, found.is_told = self.callbacks.levels.wanted, self.running.told.is_done
 
     # ---- for those who watch ----
 
@@ -414,7 +414,7 @@ class Training:
 
     def state_dict(self) -> Dict[str, int]:
         """What a resumed training needs to go on at the size that was found: plain numbers."""
-        level = self.callbacks.rungs.wanted
+        level = self.callbacks.levels.wanted
         return {"step": self.number, "micro": self.micro, "lighten_level": level}
 
     def load_state_dict(self, state: Dict[str, int]) -> None:
@@ -424,7 +424,7 @@ class Training:
             if name not in state:
                 raise ValueError(f"rebatch: the state has no {name!r}: expected that of a Step")
         self.number, self._micro = int(state["step"]), int(state["micro"])
-        self.callbacks.rungs.wanted = int(state.get("lighten_level", 0))
+        self.callbacks.levels.wanted = int(state.get("lighten_level", 0))
 
 
 def training_of(

@@ -1,5 +1,5 @@
 """Inputs of checkpointed modules, in host memory between the forward and the backward pass. Owns
-their copies and the stream that makes them; must not know Steps and rungs."""
+their copies and the stream that makes them; must not know Steps and levels."""
 
 from __future__ import annotations
 

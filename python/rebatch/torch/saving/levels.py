@@ -7,7 +7,7 @@ from typing import Callable, List
 from rebatch.torch.undo.undo import Undo
 
 
-class Rungs:
+class Levels:
     """Functions f(on) that save memory, which are switched on in their order, and off in the
     opposite one. What they change in the model is no change of a micro-batch."""
 

@@ -1,4 +1,4 @@
-"""Ways to use less memory for each sample, as rungs for Step(lighten=...)."""
+"""Ways to use less memory for each sample, as levels for Step(lighten=...)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rebatch.torch.saving.host_inputs import HostInputs
 
 
 def checkpointing(*modules: torch.nn.Module, offload: bool = False) -> Callable[[bool], None]:
-    """A rung that recomputes the activations of these modules in the backward pass::
+    """A level that recomputes the activations of these modules in the backward pass::
 
         blocks = model.transformer.h
         step = rebatch.Step(..., lighten=[rebatch.checkpointing(*blocks)])
 
     With offload, what is kept for that, the modules' inputs, is in pinned host memory between the
-    two passes. Copies run beside the kernels, and no bit changes. It may be a rung of its own::
+    two passes. Copies run beside the kernels, and no bit changes. It may be a level of its own::
 
         lighten=[rebatch.checkpointing(*blocks), rebatch.checkpointing(*blocks, offload=True)]
 
@@ -32,11 +32,11 @@ def checkpointing(*modules: torch.nn.Module, offload: bool = False) -> Callable[
     for module in modules:
         check_has("an argument of checkpointing()", module, "forward", "a torch.nn.Module")
     inputs = HostInputs() if offload else None
-    rungs = [_ItsOwn(m, inputs) if _has_its_own(m) else _Forward(m, inputs) for m in modules]
+    switches = [_ItsOwn(m, inputs) if _has_its_own(m) else _Forward(m, inputs) for m in modules]
 
     def switch(on: bool) -> None:
-        for rung in rungs:
-            rung.switch(on)
+        for one in switches:
+            one.switch(on)
         if inputs and not on:
             inputs.release()
 
@@ -49,8 +49,8 @@ class _Recompute:
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.own = module, vars(module).get("forward")
-        self.is_plain = False  # by a rung without inputs
-        self.inputs: Optional[HostInputs] = None  # of a rung with them
+        self.is_plain = False  # by a level without inputs
+        self.inputs: Optional[HostInputs] = None  # of a level with them
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         forward = self.own or functools.partial(type(self.module).forward, self.module)
@@ -67,7 +67,7 @@ class _Recompute:
 
 
 class _Forward:
-    """Switches the checkpointing of a module. Two rungs may have it: one without inputs, and one
+    """Switches the checkpointing of a module. Two levels may have it: one without inputs, and one
     with them."""
 
     def __init__(self, module: torch.nn.Module, inputs: Optional[HostInputs]):
@@ -124,7 +124,7 @@ class _ItsOwn:
 
 
 def offload(optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
-    """A rung that keeps the optimizer's state in host memory except during its step.
+    """A level that keeps the optimizer's state in host memory except during its step.
 
     This frees the memory of the state for the forward and backward passes."""
     check_optimizer("the argument of offload()", optimizer)

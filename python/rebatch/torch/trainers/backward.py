@@ -78,7 +78,7 @@ class TrainerBackward(Backward):
     def kind_of_update(self) -> Tuple[int, int]:
         """Updates of one kind need the same memory."""
         with_gradients = [p for p in self.parameters if p.grad is not None]
-        return self._training.callbacks.rungs.level, sum(p.numel() for p in with_gradients)
+        return self._training.callbacks.levels.level, sum(p.numel() for p in with_gradients)
 
     def available_bytes(self) -> int:
         """The memory that can be allocated now."""

@@ -11,10 +11,10 @@ runs: what is looked at once is not looked at again after an attempt that change
 from __future__ import annotations
 
 import contextlib
-import copy
+import enum
 import itertools
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -27,20 +27,15 @@ from rebatch.torch.undo.copies import (
     Copies,
     copied,
     copies_on_host,
-    lazy_sums_of,
-    own_part,
     put_back,
-    read_sums,
-    sums_of,
 )
 from rebatch.torch.undo.contents import MOST_ENTRIES, walk
-from rebatch.torch.undo.module_tree import Held, Tree, is_compiled, unique
+from rebatch.torch.undo.looks import Flags, Look, Watch, mark_of
+from rebatch.torch.undo.module_tree import Held, Tree, unique
 from rebatch.torch.undo.places import Place, Saved
 
 # Steps of each mode, training or evaluation, in which everything is looked at.
 _LOOKS = 3
-# Looks at attributes within an attempt, when modules run.
-_LOOKS_WITHIN = 16
 # So much of what might change is copied to the host in the first step.
 _FIRST_BYTES = 512 << 20
 
@@ -49,130 +44,49 @@ class NotPutBackError(c.Error):
     """A failed attempt changed something, and there is no copy of what it was."""
 
 
-def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What changes with the tensor's contents."""
-    part = own_part(tensor)  # whose version is its own
-    try:
-        version = tensor._version + part._version
-    except RuntimeError:  # one of inference mode has none
-        return 0, 0
-    try:
-        return version, part.data_ptr()
-    except (RuntimeError, NotImplementedError):  # its contents lie in other tensors
-        return version, 0
+class _State(enum.IntEnum):
+    """What is known of what attempts change."""
+
+    LOOKS = 0  # save() looks at everything, in the first steps of a mode
+    KNOWN = 1  # save() looks at nothing: it copies what was seen to change
+    DOUBTS = 2  # one has failed whose contents were not compared: save() looks, and compares
+    SUSPECT = 3  # one has failed that was not looked at: the same
 
 
-class _Look:
-    """All that there was at one point."""
+class _Event(enum.IntEnum):
+    """What changes the state."""
 
-    def __init__(self, held: Held, batch: Sequence[Tuple[str, torch.Tensor]], compares: bool):
-        self.held, self.batch = held, batch
-        self.tensors = held.tensors + [tensor for _, tensor in batch]
-        self.marks = [_mark(t) for t in self.tensors]
-        self._on_device = lazy_sums_of(self.tensors) if compares else None
-        self._sums: Optional[List[Optional[int]]] = None
-
-    @property
-    def has_sums(self) -> bool:
-        """Contents can be compared."""
-        return self._on_device is not None
-
-    @property
-    def sums(self) -> List[Optional[int]]:
-        """Of the contents. The host waits for the device where they are first asked for."""
-        if self._sums is None:
-            self._sums = read_sums(self._on_device or ())
-        return self._sums
-
-    def without_sums(self) -> "_Look":
-        """The same, for an attempt whose contents are not compared."""
-        look = copy.copy(self)
-        look._on_device = None
-        return look
-
-    def changed(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
-        """The tensors that have changed in place, until `later`, or until now."""
-        marks = later._of(later.marks, self.tensors) if later else [None] * len(self.tensors)
-        found = [t for t, a, b in zip(self.tensors, self.marks, marks) if a != (b or _mark(t))]
-        return unique(found + self.changed_contents(later))
-
-    def changed_contents(self, later: Optional["_Look"] = None) -> List[torch.Tensor]:
-        """Tensors whose contents differ."""
-        if not self.has_sums or (later and not later.has_sums):
-            return []
-        now = later._of(later.sums, self.tensors) if later else sums_of(self.tensors)
-        return [t for t, a, b in zip(self.tensors, self.sums, now) if _differ(a, b)]
-
-    def unmarked(self, later: "_Look") -> List[torch.Tensor]:
-        """Those that have changed without a mark."""
-        marks = later._of(later.marks, self.tensors)
-        marked = {id(t) for t, a, b in zip(self.tensors, self.marks, marks) if a != (b or _mark(t))}
-        return [t for t in self.changed_contents(later) if id(t) not in marked]
-
-    def _of(self, figures: Sequence[Any], tensors: Sequence[torch.Tensor]) -> List[Any]:
-        """Those of these tensors; None for a tensor that was not there."""
-        known = {id(t): figure for t, figure in zip(self.tensors, figures)}
-        return [known.get(id(t)) for t in tensors]
+    BEGINS = 0  # a step
+    SUCCEEDED = 1  # an attempt that was looked at
+    COMPARED = 2  # restore(), of an attempt that was looked at with its contents
+    LOOKED = 3  # the same, without its contents
+    UNSEEN = 4  # the same, of one that was not looked at
 
 
-class _Flags:
-    """Which modules train, and which parameters need a gradient, at one point."""
-
-    def __init__(self, tree: Tree):
-        self._modules = tree.modules
-        self._parameters = [p for p in tree.entries() if p is not None]
-        self._modes = [module.training for module in self._modules]
-        self._needs_gradient = [p.requires_grad for p in self._parameters]
-
-    def put_back(self) -> None:
-        for module, is_training in zip(self._modules, self._modes):
-            if module.training is not is_training:
-                module.training = is_training
-        for p, needs_gradient in zip(self._parameters, self._needs_gradient):
-            if p.requires_grad is not needs_gradient:
-                p.requires_grad_(needs_gradient)
+_USUAL = None  # LOOKS or KNOWN, by the steps that are left of the mode
+_D, _S = _State.DOUBTS, _State.SUSPECT
+_NEXT = (  # the state after an event
+    # BEGINS, SUCCEEDED, COMPARED, LOOKED, UNSEEN
+    (_USUAL, _USUAL, _State.LOOKS, _D, _S),  # LOOKS
+    (_USUAL, _USUAL, _State.KNOWN, _D, _S),  # KNOWN
+    (_D, _USUAL, _D, _D, _S),  # DOUBTS
+    (_S, _USUAL, _S, _D, _S),  # SUSPECT
+)
 
 
-class _Watch:
-    """Finds what is another when a module runs than before the attempt: parameters that a loss_fn
-    perturbs through .data, and puts back, and attributes that a pair of hooks switches on and off.
-    That leaves no other trace."""
+class _Stage(enum.IntEnum):
+    """How far a mode, training or evaluation, has come. What may change is copied in the first."""
 
-    def __init__(self, tree: Tree, before: _Look):
-        modules = tree.modules
-        self._tree, self._before = tree, before
-        self._calls, self._gap = 0, 1 + len(modules) // _LOOKS_WITHIN
-        self.moved: List[Place] = []  # attributes
-        self._tensors: List[torch.Tensor] = []
-        self._sums: List[Optional[torch.Tensor]] = []
-        self._handles: List[Any] = []
-        if any(is_compiled(module) for module in modules):
-            return
-        for module in modules:
-            if any(p is not None for p in module._parameters.values()):
-                with contextlib.suppress(RuntimeError):  # one of TorchScript
-                    self._handles.append(module.register_forward_pre_hook(self._look))
+    NEW = 0  # no attempt has succeeded
+    RAN = 1  # one has
+    WATCHED = 2  # and one that was watched
 
-    def _look(self, module: torch.nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._calls % self._gap == 0 and self._calls < self._gap * _LOOKS_WITHIN:
-            self.moved += self._before.held.moved(self._tree.prefixes())
-        self._calls += 1
-        own = [p for p in module._parameters.values() if p is not None]
-        self._tensors += own
-        self._sums += lazy_sums_of(own)
 
-    def found(self) -> List[torch.Tensor]:
-        """Those that were found."""
-        before = {id(t): total for t, total in zip(self._before.tensors, self._before.sums)}
-        sums = read_sums(self._sums)
-        return unique(t for t, now in zip(self._tensors, sums) if _differ(before.get(id(t)), now))
+class _Attempt(NamedTuple):
+    """The one that runs, where everything is looked at."""
 
-    def end(self) -> None:
-        """Nothing is looked at from now on."""
-        for handle in self._handles:
-            handle.remove()
+    before: Look  # what it began with
+    watch: Optional[Watch]
 
 
 def _has_hook(tensor: torch.Tensor) -> bool:
@@ -195,10 +109,6 @@ def _parameters_of(part: Any) -> List[torch.Tensor]:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} others" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
-
-
-def _differ(a: Optional[int], b: Optional[int]) -> bool:
-    return a is not None and b is not None and a != b
 
 
 class Undo:
@@ -245,28 +155,33 @@ class Undo:
         self._copies = dict(self._memory)
         self._is_fresh = False  # nothing ran since the step was saved that changes what is saved
         self._may_zero = any(map(_zeroes_more, (part for _, part in updated_by)))
-        self._looks: Dict[int, _Look] = {}  # where everything is looked at
+        self._looks: Dict[int, Look] = {}  # where everything is looked at
         self._entries: Dict[int, Saved] = {}
-        self._flags: Optional[_Flags] = None  # where it is not
+        self._flags: Optional[Flags] = None  # where it is not
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
         # What is not known yet.
-        self._running: Optional[_Look] = None  # what an attempt began with
-        self._now: Optional[_Look] = None  # what there is, where nothing has run since the look
-        self._watch: Optional[_Watch] = None
+        self._attempt: Optional[_Attempt] = None
+        self._now: Optional[Look] = None  # what there is, where nothing has run since the look
+        self._state = _State.LOOKS
+        self.is_looking = True  # at everything
         self._left = {True: 0, False: 0}  # steps in which everything is looked at, by mode
-        self._unknown: Set[bool] = set()  # modes in which no attempt has succeeded
-        self._unwatched: Set[bool] = set()  # modes in which none has that was watched
+        self._stages: Dict[bool, _Stage] = {}  # by mode
         self._has_failed = False  # an attempt of this step
-        self._is_suspect = False  # an attempt has failed, and not all was compared
-        self._was_seen = True  # that attempt was looked at
         self._told: Set[str] = set()
         self._told_large: Set[str] = set()
         self._know_nothing()
 
     def _know_nothing(self) -> None:
         self._left = dict.fromkeys(self._left, _LOOKS)
-        self._unknown = {True, False} if self._copies_first else set()
-        self._unwatched = set(self._unknown)
+        first = _Stage.NEW if self._copies_first else _Stage.WATCHED
+        self._stages = dict.fromkeys(self._left, first)
+        self._go(_Event.BEGINS)
+
+    def _go(self, event: _Event) -> None:
+        state = _NEXT[self._state][event]
+        if state is _USUAL:
+            state = _State.LOOKS if self._left[self._is_training] else _State.KNOWN
+        self._state, self.is_looking = state, state is not _State.KNOWN
 
     # ---- a step ----
 
@@ -280,15 +195,16 @@ class Undo:
         if self._known_in_batch:
             self._find_batch()
         self._is_training, self._has_failed, self._now = is_training, False, None
+        self._go(_Event.BEGINS)
         self._told.clear()
         self._know_own()
         self._find_copied()
 
     def end(self) -> None:
         """After it: nothing of the step is held."""
-        self._end_watch()
+        self._end_attempt()
         self._left[self._is_training] -= self._left[self._is_training] > 0
-        self._given, self._batch, self._running, self._first, self._flags = (), [], None, [], None
+        self._given, self._batch, self._first, self._flags = (), [], [], None
         self._is_fresh, self._now = False, None
         if self._known_in_batch:
             self._copied = {}
@@ -300,11 +216,6 @@ class Undo:
 
     def _find_batch(self) -> None:
         self._batch = list(batch_tensors(self._given))
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether everything is looked at."""
-        return self._left[self._is_training] > 0 or self._is_suspect
 
     def _know_own(self) -> None:
         """Modules of `state` change in place, whatever was seen."""
@@ -387,7 +298,7 @@ class Undo:
         if self.is_looking:
             self._look_at(point)
         elif point == GuardPoint.STEP:
-            self._flags = _Flags(self.tree)
+            self._flags = Flags(self.tree)
         if self._moving:
             self._find_copied()
             self._entries[point] = Saved(self._moving.values())
@@ -403,41 +314,41 @@ class Undo:
                 saved[point] = saved[GuardPoint.STEP]
 
     def _look_at(self, point: int) -> None:
-        is_first = self._is_training in self._unknown
-        is_watching = self._is_training in self._unwatched and not self._has_failed
-        compares = self._is_suspect or is_first or is_watching
+        stage = self._stages[self._is_training]
+        is_watching = stage is not _Stage.WATCHED and not self._has_failed
+        compares = self._state is not _State.LOOKS or stage is _Stage.NEW or is_watching
         look = self._look_now(self.compares_contents and compares)
         self._looks[point] = look
-        self._running = None
+        self._end_attempt()
         if point == GuardPoint.ATTEMPT:
-            self._running, self._now = look, None
-            if is_watching and look.has_sums:
-                self._watch = _Watch(self.tree, look)
-        elif is_first:
+            is_watched, self._now = is_watching and look.has_sums, None
+            self._attempt = _Attempt(look, Watch(self.tree, look) if is_watched else None)
+        elif stage is _Stage.NEW:
             self._copy_first(look.held)
 
-    def _look_now(self, compares: bool) -> _Look:
+    def _look_now(self, compares: bool) -> Look:
         """At what there is. The last look serves, where nothing has run since."""
         look = self._now
         held = self.tree.take() if look is None else look.held
         self._find_batch()
-        if self._is_training in self._unknown:
+        if self._stages[self._is_training] is _Stage.NEW:
             trained = {id(t) for t in self._trained()}
             self._beside = list(held.beside(self.tree.prefixes(), trained))
         self._find_copied()  # of hidden modules too, which take() finds
         if look is None or (compares and not look.has_sums):
-            look = _Look(held, self._batch, compares)
+            look = Look(held, self._batch, compares)
         self._now = look if compares else look.without_sums()
         return self._now
 
     def restore(self, point: int, has_failed: bool = True) -> None:
         """After an attempt, that has failed or was none of the step. Raises Error where something
         cannot be put back."""
-        look, self._running, self._is_fresh = self._looks.get(point), None, False
+        look, self._is_fresh = self._looks.get(point), False
         self._has_failed |= has_failed
-        self._end_watch()
-        if has_failed and not (look and look.has_sums):
-            self._is_suspect, self._was_seen = True, look is not None
+        self._end_attempt()
+        if has_failed:
+            seen = _Event.COMPARED if look and look.has_sums else _Event.LOOKED
+            self._go(seen if look else _Event.UNSEEN)
         changed = unique(look.changed() + self._freed_of_batch()) if look else []
         copies = self._copies[point]
         lost = self._put_back_first(point, changed)
@@ -489,17 +400,18 @@ class Undo:
 
     def succeeded(self) -> None:
         """An attempt has. What it changed is saved from now on."""
-        before, self._running = self._running, None
-        if before is None:
+        if self._attempt is None:
             return
-        watch = self._end_watch()
+        before, watch = self._attempt
+        self._end_attempt()
         if watch:
-            self._unwatched.discard(self._is_training)
             self._moving.update({place.at: place for place in watch.moved})
         self._put_back_first(GuardPoint.ATTEMPT, self._freed_of_batch())
-        now = self._now = _Look(self.tree.take(), self._batch, before.has_sums)
-        was_suspect, self._is_suspect = self._is_suspect, False
-        self._unknown.discard(self._is_training)
+        now = self._now = Look(self.tree.take(), self._batch, before.has_sums)
+        was = self._state
+        self._go(_Event.SUCCEEDED)
+        stage = _Stage.WATCHED if watch else _Stage.RAN
+        self._stages[self._is_training] = max(stage, self._stages[self._is_training])
         prefixes = self.tree.prefixes()
         changes = before.held.changes(now.held, prefixes)
         moved = [place for place in changes if place.at not in self._moving]
@@ -511,19 +423,18 @@ class Undo:
         if self._beside or any(id(t) not in known for t in changed):
             self._beside = []
             names = self._know_all(before, changed)
-            if was_suspect:
-                lost = before.unmarked(now) if self._was_seen else changed
+            if was in (_State.DOUBTS, _State.SUSPECT):
+                lost = before.unmarked(now) if was is _State.DOUBTS else changed
                 self._tell(names, {id(t) for t in lost} - known)
-        if was_suspect and not self._was_seen and moved:
+        if was is _State.SUSPECT and moved:
             self._warn_of_late([place.name for place in moved])
 
-    def _end_watch(self) -> Optional[_Watch]:
-        watch, self._watch = self._watch, None
-        if watch:
-            watch.end()
-        return watch
+    def _end_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt and attempt.watch:
+            attempt.watch.end()
 
-    def _know_all(self, look: _Look, changed: List[torch.Tensor]) -> Dict[str, int]:
+    def _know_all(self, look: Look, changed: List[torch.Tensor]) -> Dict[str, int]:
         """Their names, and the ids of the tensors."""
         if not changed:
             return {}
@@ -580,7 +491,7 @@ class Undo:
     def accepting(self) -> Iterator[None]:
         """What is changed within stays, also when the step is undone."""
         look, flags = self._looks.get(GuardPoint.STEP), self._flags
-        before = _Look(self.tree.take(), self._batch, compares=False) if look else None
+        before = Look(self.tree.take(), self._batch, compares=False) if look else None
         try:
             yield
         finally:
@@ -588,10 +499,10 @@ class Undo:
             if self.tree.refresh():
                 self._know_nothing()
             if flags:
-                self._flags = _Flags(self.tree)
+                self._flags = Flags(self.tree)
             if look and before:
                 look.held.accept(before.held, self.tree.take())
-                now = {id(t): _mark(t) for t in before.changed()}
+                now = {id(t): mark_of(t) for t in before.changed()}
                 then = {id(t): mark for t, mark in zip(before.tensors, before.marks)}
                 look.marks = [
                     now[id(t)] if id(t) in now and then[id(t)] == mark else mark

@@ -111,10 +111,10 @@ def first_kept_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(_parameter_bytes(group) * _kept_tensors(optimizer, group) for group in groups)
 
 
-_REHEARSALS = 4
+_WARM_UPS = 4
 
 
-def rehearse_first_update(optimizer: torch.optim.Optimizer) -> None:
+def warm_up_first_update(optimizer: torch.optim.Optimizer) -> None:
     """Allocate and free what the first step needs, tensor by tensor and in its order, so that
     PyTorch's allocator has blocks of these sizes. Its free bytes alone tell nothing of pieces that
     are too small. What a pass gets from the device changes where the next one finds its blocks, so
@@ -122,26 +122,26 @@ def rehearse_first_update(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_cuda]
     if not parameters or not _is_before_first_step(optimizer):
         return
-    for _ in range(_REHEARSALS):
+    for _ in range(_WARM_UPS):
         before = torch.cuda.memory_reserved(parameters[0].device)
-        _rehearse_once(optimizer)
+        _warm_up_once(optimizer)
         if torch.cuda.memory_reserved(parameters[0].device) == before:
             return
 
 
-def _rehearse_once(optimizer: torch.optim.Optimizer) -> None:
+def _warm_up_once(optimizer: torch.optim.Optimizer) -> None:
     held = []
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.is_cuda]
         kept = _kept_tensors(optimizer, group)
         held += [torch.empty_like(p) for p in parameters for _ in range(kept)]
         if group.get("foreach") is False and not group.get("fused"):
-            _rehearse_loop(parameters, _LARGEST[type(optimizer).__name__])
+            _warm_up_loop(parameters, _LARGEST[type(optimizer).__name__])
         else:
-            _rehearse_all(parameters, _temporary_bytes(optimizer, group))
+            _warm_up_all(parameters, _temporary_bytes(optimizer, group))
 
 
-def _rehearse_loop(parameters: List[torch.Tensor], count: int) -> None:
+def _warm_up_loop(parameters: List[torch.Tensor], count: int) -> None:
     """The loop binds its names anew for each parameter, so the tensors of the one before are freed
     one by one."""
     bound: List[Optional[torch.Tensor]] = [None] * count
@@ -150,7 +150,7 @@ def _rehearse_loop(parameters: List[torch.Tensor], count: int) -> None:
             bound[i] = torch.empty_like(p)
 
 
-def _rehearse_all(parameters: List[torch.Tensor], left: int) -> None:
+def _warm_up_all(parameters: List[torch.Tensor], left: int) -> None:
     held = []
     while parameters and left > 0:
         for p in sorted(parameters, key=torch.Tensor.numel, reverse=True):

@@ -28,7 +28,7 @@ from rebatch.torch.undo.module_tree import unique
 from rebatch.torch.update.first_memory import (
     first_kept_bytes,
     first_update_bytes,
-    rehearse_first_update,
+    warm_up_first_update,
 )
 from rebatch.torch.update.first_step import FirstStep
 
@@ -284,6 +284,6 @@ class Passes:
         """What the first step will keep."""
         return sum(map(first_kept_bytes, self._before_first_step()))
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         for optimizer in self._before_first_step():
-            rehearse_first_update(optimizer)
+            warm_up_first_update(optimizer)

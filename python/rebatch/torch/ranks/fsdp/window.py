@@ -202,7 +202,7 @@ class Window:
         again; makes no collective."""
         if not self._reduction:
             reduction = Reduction(self._groups, self._sharded.stream)
-            reduction.rehearse()
+            reduction.warm_up()
             self._reduction = reduction
 
     def reduce_next(self, sums: List[Optional[torch.Tensor]]) -> bool:

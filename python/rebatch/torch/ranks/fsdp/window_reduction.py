@@ -119,7 +119,7 @@ class Reduction:
         self._is_summed = False  # and over the replicas
         self._work: Optional[Any] = None  # of its last collective, which has begun
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Allocate and free what the reduction needs. May run out of memory; no collective."""
         held = []
         # The stream's memory may be that of gradients which an update still reads, and new memory
