@@ -248,8 +248,8 @@ REBATCH_API size_t rebatch_pool_overflow_room(rebatch_pool *pool);
  *          pool, or whose block is already free */
 REBATCH_API rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer);
 
-/** Declare that another stream uses a block too. When the block is freed, no stream reuses it before
- *  all work that the device has by then is done. Thread-safe.
+/** Declare that another stream uses a block too. When the block is freed, no stream reuses it
+ *  before all work that the device has by then is done. Thread-safe.
  *  @param pool     the pool of the block
  *  @param pointer  the start of a block in use
  *  @param stream   a stream of the pool's device
