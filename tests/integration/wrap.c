@@ -800,7 +800,8 @@ Test(wrap, an_exception_that_leaves_a_block_ends_its_step)
     struct wrap_trainer t = {.sample_bytes = MIB(1)};
     AUTO_CLOSE(rig, rig) = rig_open();
     cr_assert(wrap_trainer_throws_out_of_a_block(&t));
-    SAYS("step 0: a block was left by break, return, goto or an exception");
+    FAILS(rebatch_step_end(rig.rb, NULL), REBATCH_E_STATE,
+          "step 0: a block was left by break, return, goto or an exception");
     cr_expect_eq(t.objects, 0);
     cr_expect_eq(live_bytes_of(rig.rb), 0);
     cr_expect_eq(wrap_trainer_step_in_place(&t, 4, NULL), cudaSuccess);
