@@ -56,12 +56,24 @@ void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block)
     scope->deferred = block;
 }
 
-static void defer(rebatch_pool *pool, struct rbi_block *block)
+static void defer(rebatch_pool *pool, struct rbi_scope *scope, struct rbi_block *block)
 {
     rbi_assert(block->state == RBI_BLOCK_LIVE && pool->depth > 0 && pool->undoing > 0);
     block->state = RBI_BLOCK_DEFERRED;
-    rbi_scope_push_deferred(&pool->scopes[pool->depth - 1], block);
+    rbi_scope_push_deferred(scope, block);
     pool->stats.deferred_bytes += block->bytes;
+}
+
+/* Frees a block in use as one that was taken back, past the scopes of rbi_scope_begin_phase(). */
+static void free_past(rebatch_pool *pool, struct rbi_block *block)
+{
+    struct rbi_scope *const all = rbi_scope_of_all(pool);
+    if (all && block->sequence < all->first_sequence) {
+        defer(pool, all, block);
+        return;
+    }
+    rbi_scope_pass_over(pool, block, false);
+    rbi_pool_drop_block(pool, block, true);
 }
 
 /* Did a rollback take back what began there? `block` is what the table knows of it. */
@@ -108,16 +120,20 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
     struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
-    if (RBI_UNLIKELY(pool->heap.late.owner != 0) &&
-        rbi_old_buffers_free(pool, pointer, is_not_of_scope ? block : NULL))
+    enum rbi_old_free old = RBI_OLD_FREE_NONE;
+    if (RBI_UNLIKELY(pool->heap.late.owner != 0))
+        old = rbi_old_buffers_free(pool, pointer, is_not_of_scope ? block : NULL);
+    if (old == RBI_OLD_FREE_LATE)
         return REBATCH_OK;
     if (!is_live) {
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
+    } else if (old == RBI_OLD_FREE_FINAL) {
+        free_past(pool, block);
     } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
-        defer(pool, block);
+        defer(pool, &pool->scopes[pool->depth - 1], block);
     } else {
         if (is_not_of_scope)
             rbi_scope_pass_over(pool, block, false);

@@ -56,20 +56,19 @@ bool rbi_old_buffers_pass(rebatch_pool *pool, struct rbi_block *block)
     return false;
 }
 
-bool rbi_old_buffers_free(rebatch_pool *pool, const char *pointer, struct rbi_block *older)
+enum rbi_old_free rbi_old_buffers_free(rebatch_pool *pool, const char *pointer,
+                                       const struct rbi_block *older)
 {
     const struct rbi_old_buffers *const old = &pool->old_buffers;
     if (rbi_pool_is_other_thread(pool, pool->owner_thread) || rbi_pool_is_pressing(pool))
-        return false;
+        return RBI_OLD_FREE_NONE;
     if (rbi_late_owner(&pool->heap.late, pointer) == old->owner) {
         pool->stats.late_frees++;
-        return true;
+        return RBI_OLD_FREE_LATE;
     }
     if (!older || pool->depth != old->depth || old->is_guarded(old->user, pointer))
-        return false;
-    rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
-    rbi_scope_free_past(pool, older);
-    return true;
+        return RBI_OLD_FREE_NONE;
+    return RBI_OLD_FREE_FINAL;
 }
 
 /* ---- whose they are ---- */

@@ -233,9 +233,11 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
 /* Whether a new block, which is in no list, may begin where it does. Where it may not, its
  * beginning is out of use until the call is over, the rest is free, and another is to be found. */
 bool rbi_old_buffers_pass(rebatch_pool *pool, struct rbi_block *block);
-/* Whether a free is done with: that of an old buffer's address is ignored, and that of an `older`
- * block (NULL: it is none) is for good, as the program overwrites its pointers. */
-bool rbi_old_buffers_free(rebatch_pool *pool, const char *pointer, struct rbi_block *older);
+/* What a free is: that of an old buffer's address is late, and ignored; that of an `older` block
+ * (NULL: it is none) is final, past the scopes, as the program overwrites its pointers. */
+enum rbi_old_free { RBI_OLD_FREE_NONE, RBI_OLD_FREE_LATE, RBI_OLD_FREE_FINAL };
+enum rbi_old_free rbi_old_buffers_free(rebatch_pool *pool, const char *pointer,
+                                       const struct rbi_block *older);
 
 /* ---- where free blocks are cut; all with the lock held ---- */
 
@@ -482,8 +484,6 @@ void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
 /* The free of a block waits for the commit of a scope. */
 void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block);
-/* Frees a block in use as one that was taken back, past the scopes of rbi_scope_begin_phase(). */
-void rbi_scope_free_past(rebatch_pool *pool, struct rbi_block *block);
 /* Adds what `from` has seen to `to`, the scope around it. */
 void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from);
 struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool);

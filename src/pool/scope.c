@@ -254,12 +254,6 @@ static bool take_out_of_use(rebatch_pool *pool, struct rbi_block *block)
     return false;
 }
 
-void rbi_scope_free_past(rebatch_pool *pool, struct rbi_block *block)
-{
-    if (take_out_of_use(pool, block))
-        finish_free(pool, block, true);
-}
-
 void rbi_pool_free_resident(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);

@@ -12,7 +12,7 @@ from test_steps import MIB, QUIET, little_memory, live, wide_step
 
 
 @pytest.mark.skipif(INSTALLED, reason="is that run")
-def test_all_of_these_on_rebatchs_pool():
+def test_all_of_these_on_rebatchs_pool(standin):
     assert_passes_installed(__file__)
 
 
