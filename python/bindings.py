@@ -19,7 +19,7 @@ _START = '''"""The headers in include/rebatch, made by python/bindings.py."""
 import ctypes as C
 from enum import IntEnum
 
-from rebatch._struct import Struct
+from rebatch._c_struct import Struct
 '''
 
 

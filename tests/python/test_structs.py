@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rebatch import _library, _struct
+from rebatch import _library, _c_struct
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python"))
@@ -40,7 +40,7 @@ def made(kind):
 
 def test_structs_have_the_layout_of_the_headers(tmp_path):
     expected = {}
-    for cls in made(_struct.Struct):
+    for cls in made(_c_struct.Struct):
         name = cls.__doc__
         expected[f"sizeof({name})"] = ctypes.sizeof(cls)
         for field, _ in cls._fields_:

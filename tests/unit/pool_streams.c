@@ -24,10 +24,11 @@ static void shut(struct gate *gate, rebatch_device *device, rebatch_stream strea
     cr_assert_eq(rebatch_stream_call(device, stream, pass, gate), REBATCH_OK);
 }
 
-static void open_and_wait(struct gate *gate, rebatch_device *device, rebatch_stream stream)
+/* Until all streams have done what is asked of them, events of the device among it. */
+static void open_and_wait(struct gate *gate, rebatch_device *device)
 {
     cr_assert_eq(sem_post(&gate->open), 0);
-    cr_assert_eq(rebatch_stream_synchronize(device, stream), REBATCH_OK);
+    cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK);
 }
 
 static void dawdle(void *user)
@@ -53,7 +54,7 @@ Test(pool_streams, a_block_is_reused_at_once_on_its_own_stream)
     shut(&gate, rig.device, stream);
     give(rig.pool, block);
     cr_assert_eq(take_on(rig.pool, PAGE, stream), block);
-    open_and_wait(&gate, rig.device, stream);
+    open_and_wait(&gate, rig.device);
     rig_close(&rig);
 }
 
@@ -71,7 +72,7 @@ Test(pool_streams, another_stream_gets_a_block_only_when_its_work_is_done)
     give(rig.pool, block);
     void *fresh = take_on(rig.pool, 8 * PAGE, second);
     cr_assert_neq(fresh, block);
-    open_and_wait(&gate, rig.device, first);
+    open_and_wait(&gate, rig.device);
     cr_assert_eq(take_on(rig.pool, 8 * PAGE, second), block);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 3);
     assert_valid(rig.pool);
@@ -91,7 +92,7 @@ Test(pool_streams, work_of_every_stream_of_the_device_counts)
     shut(&gate, rig.device, unknown);
     give(rig.pool, block);
     cr_assert_neq(take(rig.pool, 8 * PAGE), block);
-    open_and_wait(&gate, rig.device, unknown);
+    open_and_wait(&gate, rig.device);
     cr_assert_eq(take(rig.pool, 8 * PAGE), block);
     rig_close(&rig);
 }
@@ -108,7 +109,7 @@ Test(pool_streams, work_after_the_free_does_not_count)
     cr_assert_eq(rebatch_stream_synchronize(rig.device, first), REBATCH_OK);
     shut(&gate, rig.device, first);
     cr_assert_eq(take(rig.pool, 8 * PAGE), block);
-    open_and_wait(&gate, rig.device, first);
+    open_and_wait(&gate, rig.device);
     rig_close(&rig);
 }
 
@@ -152,7 +153,7 @@ Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
     char *const among = take_on(rig.pool, 2 * PAGE, first);
     cr_assert(among >= (char *)large && among < (char *)large + 8 * PAGE);
     cr_assert_eq(rig.pool->stages[REBATCH_STAGE_WAIT], waits);
-    open_and_wait(&gate, rig.device, first);
+    open_and_wait(&gate, rig.device);
     rig_close(&rig);
 }
 
@@ -170,7 +171,7 @@ Test(pool_streams, the_pool_waits_no_longer_than_it_must, .timeout = 60)
     shut(&gate, rig.device, first);
     cr_assert_eq(take(rig.pool, 4 * PAGE), block);
     cr_assert_eq(done, 1);
-    open_and_wait(&gate, rig.device, first);
+    open_and_wait(&gate, rig.device);
     give(rig.pool, other);
     rig_close(&rig);
 }
@@ -193,7 +194,7 @@ Test(pool_streams, merged_blocks_wait_for_the_later_free)
         shut(&gate, rig.device, first);
         give(rig.pool, halves[!order]);
         cr_assert_neq(take(rig.pool, 6 * PAGE), halves[0]);
-        open_and_wait(&gate, rig.device, first);
+        open_and_wait(&gate, rig.device);
         cr_assert_eq(take(rig.pool, 6 * PAGE), halves[0]);
         rig_close(&rig);
     }
@@ -216,7 +217,7 @@ Test(pool_streams, a_block_used_on_another_stream_waits_for_it)
     assert_valid(rig.pool);
     assert_refused(rebatch_pool_free(rig.pool, block), REBATCH_E_INVALID, "freed already");
     cr_assert_neq(take(rig.pool, 8 * PAGE), block);
-    open_and_wait(&gate, rig.device, other);
+    open_and_wait(&gate, rig.device);
     cr_assert_eq(take(rig.pool, 8 * PAGE), block);
     rig_close(&rig);
 }
@@ -243,7 +244,7 @@ Test(pool_streams, scopes_wait_for_other_streams_too)
         assert_valid(rig.pool);
         void *gone = commit ? older : inside;
         cr_assert_neq(take(rig.pool, 8 * PAGE), gone);
-        open_and_wait(&gate, rig.device, other);
+        open_and_wait(&gate, rig.device);
         cr_assert_eq(take(rig.pool, 8 * PAGE), gone);
         rig_close(&rig);
     }

@@ -126,7 +126,8 @@ class Passes:
             check_optimizer("optimizer", optimizer)
         self.optimizers = [inner_optimizer(optimizer) for optimizer in self.given]
         self._found: List[Callable[[], Any]] = []  # weak references to the program's own
-        self._first_steps: MutableMapping[Any, FirstStep] = weakref.WeakKeyDictionary()
+        # Weak references to those that have not stepped yet; None: they were not looked for.
+        self._unstepped: Optional[List[Tuple[Callable[[], Any], FirstStep]]] = None
         self.schedulers: List[Any] = []
         self.scaler: Any = None  # that unscales here
         self.norm: Any = None  # a GradNorm of the last update
@@ -250,11 +251,8 @@ class Passes:
 
     def done(self) -> None:
         """The batch has succeeded."""
-        for optimizer, first in self._first_steps.items():
-            if not first.has_run:
-                first.passes_done(parameters_of([optimizer]))
-            elif first.hook is not None:
-                first.let_go()
+        for optimizer, first in self._find_unstepped():
+            first.passes_done(parameters_of([optimizer]))
 
     # ---- the memory of the first update ----
 
@@ -262,19 +260,29 @@ class Passes:
         """Where no optimizer was given, look for the program's."""
         if not self.optimizers and self._modules:
             self._found = _found_once(self._modules[0], self.parameters)
-        for optimizer in self.known_optimizers():
-            if optimizer not in self._first_steps:
-                self._first_steps[optimizer] = FirstStep(optimizer)
+        if self._unstepped is None and self.known_optimizers():
+            self._unstepped = [(weakref.ref(o), FirstStep(o)) for o in self.known_optimizers()]
 
     def known_optimizers(self) -> List[Any]:
         """Those that were given, or found."""
         found = (reference() for reference in self._found)
         return self.optimizers or [optimizer for optimizer in found if optimizer is not None]
 
+    def _find_unstepped(self) -> List[Tuple[Any, FirstStep]]:
+        """Of those that were looked for. SGD keeps nothing that would tell."""
+        if not self._unstepped:
+            return []
+        for _, first in self._unstepped:
+            if first.has_run:
+                first.let_go()
+        self._unstepped = [each for each in self._unstepped if not each[1].has_run]
+        found = [(reference(), first) for reference, first in self._unstepped]
+        return [each for each in found if each[0] is not None]
+
     def _before_first_step(self) -> List[Any]:
-        """Of the known ones. SGD keeps nothing that would tell."""
-        steps = self._first_steps
-        return [o for o in self.known_optimizers() if not (o in steps and steps[o].has_run)]
+        if self._unstepped is None:
+            return self.known_optimizers()
+        return [optimizer for optimizer, _ in self._find_unstepped()] if self._unstepped else []
 
     def first_bytes(self) -> int:
         """What the first step needs at the most."""
