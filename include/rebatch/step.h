@@ -143,9 +143,8 @@ typedef struct rebatch_step_ops {
      *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
      *  rebatch takes it back before it calls resize for another size, so resize need not free it.
      *  It may, at any moment of the call: no new block begins at the address of an old buffer, and
-     *  a free of such an address is ignored. Without virtual memory, or with caching off, resize
-     *  frees old buffers before it allocates, or not at all; with several trainers, or sessions on
-     *  a pool, not at all. What a call that fails has allocated is taken back; then resize is
+     *  a free of such an address is ignored. With caching off, resize frees old buffers before it
+     *  allocates, or not at all; with several trainers, or sessions on a pool, not at all. What a call that fails has allocated is taken back; then resize is
      *  called for a smaller size. Buffers from before the first step may be freed in resize too:
      *  what a call frees of older memory is free at once, also when the call fails, unless guarded
      *  state points to it. Contents stay from one callback to the next, but not across a resize.

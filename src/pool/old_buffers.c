@@ -40,7 +40,7 @@ bool rbi_old_buffers_pass(rebatch_pool *pool, struct rbi_block *block)
     struct rbi_late *const late = &pool->heap.late;
     if (rbi_late_owner(late, block->address) == 0 || block->planned)
         return true;
-    if (!pool->has_space || !rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3)) {
+    if (!pool->caching || !rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3)) {
         rbi_late_own(late, block->address, 0); /* it is the new block's now */
         return true;
     }

@@ -158,8 +158,8 @@ struct rbi_block *rbi_block_hold_front(rebatch_pool *pool, struct rbi_block *blo
     block = put_part(pool, block, address);
     size_t bytes = REBATCH_POOL_UNIT_BYTES;
     bool is_lost = false;
-    const bool is_unmapped = rbi_block_own_pages(pool, block, &first) > 0 && first == address &&
-                             block->freed_at <= pool->progress.done;
+    const bool is_unmapped = pool->has_space && rbi_block_own_pages(pool, block, &first) > 0 &&
+                             first == address && block->freed_at <= pool->progress.done;
     if (is_unmapped) {
         struct rbi_map *const map = block->range->map;
         bytes = rbi_map_widen(map, &first, 1) * pool->page_bytes;

@@ -572,7 +572,7 @@ Test(step_resize, new_buffers_have_all_the_memory_of_old_ones)
 }
 
 /* There the device gives addresses out as it likes. */
-Test(step_resize, without_pages_old_buffers_are_freed_first_or_not_at_all)
+Test(step_resize, without_caching_old_buffers_are_freed_first_or_not_at_all)
 {
     for (int manner = FREES_NOTHING; manner <= FREES_FIRST; manner++) {
         OPEN(trainer, t, &OPTIONS(.pool.caching = REBATCH_OFF), MIB(400));

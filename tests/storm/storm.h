@@ -283,7 +283,7 @@ size_t storm_give_up(size_t wanted_bytes, void *user);
 
 /* ---- buffers of a size (buffers.c) ---- */
 
-/* When a resize frees old buffers: without pages, and beside others, not at all. */
+/* When a resize frees old buffers: without caching not at all. */
 enum storm_frees storm_frees_draw(const struct storm *s, uint64_t *dice);
 /* What a resize does. False: there is no memory. */
 bool storm_buffers_make(struct storm *s, struct storm_buffers *b, size_t samples);
