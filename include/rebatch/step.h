@@ -144,10 +144,11 @@ typedef struct rebatch_step_ops {
      *  rebatch takes it back before it calls resize for another size, so resize need not free it.
      *  It may, at any moment of the call: no new block begins at the address of an old buffer, and
      *  a free of such an address is ignored. With caching off, resize frees old buffers before it
-     *  allocates, or not at all; with several trainers, or sessions on a pool, not at all. What a call that fails has allocated is taken back; then resize is
-     *  called for a smaller size. Buffers from before the first step may be freed in resize too:
-     *  what a call frees of older memory is free at once, also when the call fails, unless guarded
-     *  state points to it. Contents stay from one callback to the next, but not across a resize.
+     *  allocates, or not at all; with several trainers, or sessions on a pool, not at all. What a
+     *  call that fails has allocated is taken back; then resize is called for a smaller size.
+     *  Buffers from before the first step may be freed in resize too: what a call frees of older
+     *  memory is free at once, also when the call fails, unless guarded state points to it.
+     *  Contents stay from one callback to the next, but not across a resize.
      *
      *  An OOM leaves resize at the request that failed, and it runs again for a smaller size. What
      *  it did in host memory by then stays done, but for guarded state, and its local variables are
