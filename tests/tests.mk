@@ -152,8 +152,8 @@ TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_C
     REBATCH_LOG_LEVEL=quiet
 
 # But the programs of others' shape, a third of its time.
-NIGHT_SUITES := wrap_darknet|wrap_llm
-TEST_FLAGS = --filter '!($(NIGHT_SUITES))/*'
+TRAINER_SUITES := wrap_darknet|wrap_llm
+TEST_FLAGS = --filter '!($(TRAINER_SUITES))/*'
 STRIDE = $(if $(SAN)$(CHECK),11,5)
 test: ## the tests of the library (SAN=address,undefined for sanitizers, CHECK=1 for the pool's state)
 	@scripts/install-deps build test
@@ -164,7 +164,7 @@ test: ## the tests of the library (SAN=address,undefined for sanitizers, CHECK=1
 	    $(if $(SAN),scripts/run-checked sanitizers) $(TESTS) $(TEST_FLAGS)
 
 test-trainers: ## trainers of the shape of llm.c and darknet, before and after rebatch
-	@$(MAKE) -s --no-print-directory test TEST_FLAGS="--filter '@($(NIGHT_SUITES))/*'"
+	@$(MAKE) -s --no-print-directory test TEST_FLAGS="--filter '@($(TRAINER_SUITES))/*'"
 
 # What the tests run, and with which variables, for scripts/mutants.
 test-programs: $(TESTS) $(TESTED_PROGRAMS)
@@ -308,7 +308,7 @@ test-valgrind: ## every test under valgrind
 	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=40 \
 	    scripts/run-checked valgrind $(TESTS) $(TEST_FLAGS)
 
-test-change: ## what a change needs: lint, test, test-python, the tests under sanitizers
+test-change: ## what a change needs: lint, test, trainers, test-python, the tests under sanitizers
 	@.ci/run change
 
 test-night: ## the rest that needs no GPU; .ci/run runs what a change needs and a part of it
