@@ -1,6 +1,7 @@
 """Backward.parts(): the passes of a batch in a block of the program."""
 
 import contextlib
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
+from rebatch.testing import fail_once
 from models import FailAt, fails_above, make, same_bits, state_of
 
 COUNTER = 0
@@ -273,17 +275,50 @@ def test_tensors_that_others_hold_are_told():
                 part.backward(loss)
 
 
-def test_nothing_is_told_of_a_block_that_only_assigns():
-    model, batch, loss_fn, backward = make_backward()
+def test_nothing_is_told_of_what_the_module_that_failed_was_called_with():
+    """The frames of the exception hold it, and with a hook a closure does."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1))
+    backward = rebatch.Backward(model, log_level="quiet")
+    with warnings.catch_warnings(), fail_once(model[2], call=2) as failing:
+        warnings.simplefilter("error")
+        for _ in range(3):
+            batch = torch.randn(32, 4), torch.randn(32)
+            for part in backward.parts(batch):
+                with part as (x, y):
+                    hidden = torch.tanh(model[0](x))
+                    loss = (model[2](hidden)[:, 0] - y).square().mean()
+                    part.backward(loss)
+    assert failing.failures == 1
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    more: dict
+
+
+@pytest.mark.parametrize("width", [4, 4096])
+@pytest.mark.parametrize("form", ["tuple", "nested"])
+def test_nothing_is_told_of_a_block_that_only_assigns(form, width):
+    """The samples of a whole batch are tensors that the program holds."""
+    model = torch.nn.Linear(width, 1)
+    backward = rebatch.Backward(model, log_level="quiet", growth=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for part in backward.parts(batch):
-            with contextlib.nullcontext(), part as (x, y):
-                loss = loss_fn(model, (x, y))
-                if part.count > 4:
-                    out_of_memory()
-                part.backward(loss)
-    assert backward.report.ooms > 0
+        for fits in (16, 16, 8, 8, 4):
+            x, y = torch.randn(16, width), torch.randn(16)
+            batch = (x, y) if form == "tuple" else Pair(x, {"targets": [y]})
+            for part in backward.parts(batch):
+                with contextlib.nullcontext(), part as samples:
+                    if form == "tuple":
+                        inputs, targets = samples
+                    else:
+                        inputs, targets = samples.x, samples.more["targets"][0]
+                    loss = (model(inputs)[:, 0] - targets).square().mean()
+                    if part.count > fits:
+                        out_of_memory()
+                    part.backward(loss)
+    assert backward.report.ooms == 1
 
 
 # ---- what is refused ----

@@ -106,6 +106,7 @@ class Parts:
         self._status = int(c.Status.OK)  # of the part that ran last
         self._live = 0  # in use before it
         self._batch_names: Optional[BlockNames] = None  # where the first block begins
+        self._failed_names: Optional[BlockNames] = None  # of the block that ran out of memory
         self._names: Optional[BlockNames] = None  # where the last one began, which succeeded
         self._is_closed = False  # by the error of a block
 
@@ -140,7 +141,7 @@ class Parts:
         while mb:
             first, count = mb[0].first, mb[0].count
             if first < accumulated and self._batch_names:  # the batch runs again
-                self._tell(self._batch_names.put_back())
+                self._tell(self._batch_names.put_back() or self._batch_names.still_held())
                 accumulated = 0
             part = self._open(first, count)
             if part is not None:
@@ -152,6 +153,8 @@ class Parts:
                 self._names = part = None
             if self._status == c.Status.OOM:
                 session.collect(self._live)  # here, where no exception is being handled
+                failed, self._failed_names = self._failed_names, None
+                self._tell(failed.still_held() if failed else [])
             mb = session.enter(
                 lib.rebatch_step_next, c.Status.E_USER if session.error else self._status
             )
@@ -185,6 +188,7 @@ class Parts:
         self._status = self.session.status_of(error, begun)
         if self._status == c.Status.OOM:
             self._tell(names.put_back())
+            self._failed_names = names
             return True
         self._is_closed, self.session.error = True, None  # it comes out of the block
         loop = self._loop_of()

@@ -100,6 +100,7 @@ class BlockNames:
             else:
                 self._tokens[name] = id(value), _token(value)
         self._marks = self._older_marks()
+        self._assigned: List[Tuple[str, Any]] = []  # tensors of the block that failed
 
     def _is_same(self, name: str, value: Any) -> bool:
         """Whether it has the value that it had."""
@@ -145,7 +146,7 @@ class BlockNames:
             if not self._is_same(name, value) and (name in self._kept or type(value) not in ATOMS)
         }
         changed.update((name, old) for name, old in self._kept.items() if name not in values)
-        held = [
+        self._assigned = [
             (name, weakref.ref(t))
             for name in changed
             for t in _tensors_in(values.get(name))
@@ -154,6 +155,10 @@ class BlockNames:
         values.clear()
         _assign(self._frame, changed)
         now = self._older_marks()
-        found = [name for name, mark in self._marks.items() if name in now and now[name] != mark]
-        return found or list(dict.fromkeys(name for name, alive in held if alive() is not None))
+        return [name for name, mark in self._marks.items() if name in now and now[name] != mark]
+
+    def still_held(self) -> List[str]:
+        """Once no exception is handled, whose frames hold what they were called with: the names
+        that had tensors which something else holds."""
+        return list(dict.fromkeys(name for name, alive in self._assigned if alive() is not None))
 
