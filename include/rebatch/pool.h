@@ -187,12 +187,12 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
-/** Wait for the streams, return all memory to the device, blocks in use included, and release the
- *  pool. If a stream cannot be waited for, the memory that its work may still use stays mapped, and
- *  counts as used on the device. Do not call it while a graph is captured: may_wait is not asked,
- *  and the wait invalidates the capture. No other thread may use the pool. The call is refused for
- *  a session's pool, and for a pool whose pressure callback is running: rebatch_last_error() says
- *  so.
+/** Wait for the streams, return all memory to the device, blocks in use included, and release
+ *  the pool. If the device cannot be waited for, memory that its work may still use stays mapped,
+ *  and counts as used on the device. Do not call it while a graph is captured: may_wait
+ *  is not asked, and the wait invalidates the capture. No other thread may use the pool. The
+ *  call is refused for a session's pool, and for a pool whose pressure callback is running:
+ *  rebatch_last_error() says so.
  *  @param pool  NULL is allowed */
 REBATCH_API void rebatch_pool_destroy(rebatch_pool *pool);
 

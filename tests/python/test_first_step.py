@@ -77,6 +77,7 @@ def scales(backward, optimizer, batch):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+    assert scaler.get_scale() < 1e38, "no step was skipped"
 
 
 def looks_only(backward, optimizer, batch):

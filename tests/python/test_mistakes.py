@@ -266,7 +266,7 @@ def test_a_backward_that_is_left_elsewhere_is_named(left):
     loss = step(batch)
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
         left(loss, True)
-    said = re.search(r"where (.*):(\d+) calls backward\(\)", caught.value.__notes__[0])
+    said = re.search(r"rebatch: (.*):(\d+) calls backward\(\)", caught.value.__notes__[0])
     assert "backward(" in linecache.getline(said[1], int(said[2]))
     assert said[1].endswith("test_mistakes.py") and "without this line" in said.string
 
@@ -280,7 +280,7 @@ def test_an_error_within_loss_fn_is_no_backward_that_is_left():
     step.loss_fn = of_a_constant
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
         step(batch)
-    assert not any("that loss" in note for note in getattr(caught.value, "__notes__", ()))
+    assert not any("calls backward()" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 def test_without_notes_an_exception_has_the_sentence_in_its_text():

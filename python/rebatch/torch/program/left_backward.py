@@ -46,9 +46,9 @@ def _explain(error: RuntimeError, frames: list[types.FrameType]) -> None:
     if own and "rebatch" not in packages:  # whose passes are not left over
         add_sentence(
             error,
-            f"rebatch: a Step or Backward has gone backward through the loss that it returned, "
-            f"which has no graph: where {own[0].f_code.co_filename}:{own[0].f_lineno} calls "
-            "backward() on that loss, expected the loop without this line",
+            f"rebatch: {own[0].f_code.co_filename}:{own[0].f_lineno} calls backward(). If that is "
+            "on the loss of a Step or Backward, which has gone backward already: expected the loop "
+            "without this line",
         )
 
 
