@@ -18,7 +18,7 @@ import pickle
 import types
 import warnings
 from collections.abc import Iterator as AnyIterator
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -36,8 +36,8 @@ from rebatch.torch.undo.generators import is_generator
 from rebatch.torch.undo.module_tree import is_compiled, names_of
 from rebatch.torch.undo.places import is_of_program, named_by, own_variables
 
-# Entries of a container that are looked at, beside its length; and of all that is looked at.
-_MOST_ENTRIES, _MOST_OF_ALL = 1024, 1 << 14
+# Entries of a container that are looked at, beside its length.
+_MOST_ENTRIES = 1024
 # Arrays of NumPy up to this size are compared.
 _ARRAY_BYTES = 64 << 10
 # Steps in which everything is looked at, and attempts in these; looks within an attempt.
@@ -59,25 +59,32 @@ def _text_of(state: Any) -> bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
-class _Marks:
-    """What changes where a value changes, of all that some functions name and some modules' classes
-    and hooks, at any depth. Of what is known, nothing, and of what is apart, no gradients."""
+class Marks:
+    """What changes where a value changes, of `roots`, by name, and of all that some functions name
+    and some modules' classes and hooks, at any depth. Of what is known, nothing, and of what is
+    apart, no gradients."""
+
+    most = 1 << 14  # entries of all that is looked at
+    names_parts_of_modules = False  # all that a module holds has its name
 
     def __init__(
         self,
         functions: Sequence[Any],
         modules: Sequence[torch.nn.Module],
-        known: Set[int],
-        apart: Set[int],
+        known: AbstractSet[int],
+        apart: AbstractSet[int] = frozenset(),
+        roots: Sequence[Tuple[str, Any]] = (),
     ):
         self._known, self._apart = known, apart
-        self._left = _MOST_OF_ALL
+        self._left = self.most
         self._optimizers: Set[str] = set()  # the names of those, whose gradients others have too
         self._seen: Set[int] = set()
         # Names, values to look into, and whether what these hold has the same name.
         self._queue: collections.deque[Tuple[str, Any, bool]] = collections.deque()
         self.has_compiled = False  # modules, which are to run as they are
         self.found: Found = {}
+        for name, value in roots:
+            self._note(name, value)
         for function in functions:
             self._follow(function)
         for kind in {type(module): None for module in modules}:
@@ -88,7 +95,7 @@ class _Marks:
                     if isinstance(hook, _FUNCTIONS):
                         self._queue.append((getattr(hook, "__name__", "a hook"), hook, False))
         while self._queue and self._left > 0:
-            self._look_into(*self._queue.popleft())
+            self.look_into(*self._queue.popleft())
         self.is_whole = self._left > 0
 
     def _follow(self, function: Any, owner: str = "self") -> None:
@@ -108,17 +115,20 @@ class _Marks:
         if type(value) in ATOMS:
             return
         if isinstance(value, torch.Tensor):
-            self._note_gradient(name, value)
+            self.note_gradient(name, value)
         self._queue.append((name, value, is_part))
 
     def _mark(self, value: Any) -> Tuple[Any, ...]:
         if type(value) in ATOMS:
             return "", repr(value) if isinstance(value, (float, complex)) else value
-        if id(value) in self._known or not isinstance(value, torch.Tensor) or value.is_inference():
+        if id(value) in self._known or not isinstance(value, torch.Tensor):
             return (id(value),)
-        return id(value), value._version
+        return id(value), *self.mark_of_contents(value)
 
-    def _note_gradient(self, name: str, tensor: torch.Tensor) -> None:
+    def mark_of_contents(self, tensor: torch.Tensor) -> Tuple[Any, ...]:
+        return () if tensor.is_inference() else (tensor._version,)
+
+    def note_gradient(self, name: str, tensor: torch.Tensor) -> None:
         gradient = tensor.grad if tensor.is_leaf else None
         is_apart = name in self._optimizers or id(tensor) in self._apart
         if gradient is not None and not is_apart:
@@ -147,12 +157,12 @@ class _Marks:
             if type(part) in ATOMS or id(part) in self._known:
                 continue
             if isinstance(part, torch.Tensor):
-                self._note_gradient(name, part)
+                self.note_gradient(name, part)
             self._queue.append((f"{name}[{key!r}]" if is_named else name, part, is_part))
 
     # ---- what is looked into ----
 
-    def _look_into(self, name: str, value: Any, is_part: bool) -> None:
+    def look_into(self, name: str, value: Any, is_part: bool) -> None:
         if id(value) in self._seen or id(value) in self._known:
             return
         self._seen.add(id(value))
@@ -161,7 +171,7 @@ class _Marks:
             attributes = {key: vars(value)[key] for key in names_of(value)}
             tables = (value._parameters, value._buffers, value._modules)
             for table in (*tables, attributes):
-                self._note_attributes(name, value, table, True)
+                self._note_attributes(name, value, table, not self.names_parts_of_modules)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizers.add(name)
             self._note_attributes(name, value, vars(value), True)
@@ -209,7 +219,7 @@ class _Marks:
         return None
 
 
-def _is_lost(name: str, before: _Marks, now: _Marks) -> bool:
+def _is_lost(name: str, before: Marks, now: Marks) -> bool:
     """Whether something that was there is another or gone, or a number or text is new in a
     container. A cache that was filled is none of these: the samples that run again find it."""
     if name not in before.found:
@@ -244,8 +254,8 @@ class Told:
         self._left = _LOOKS + 1  # steps in which attempts are looked at before an OOM, and this one
         self._attempts_left = _MOST_ATTEMPTS
         self._ids: Set[int] = set()  # of what is known, in an attempt
-        self._before: Optional[_Marks] = None  # an attempt
-        self._last: Optional[_Marks] = None  # that was looked at before an OOM
+        self._before: Optional[Marks] = None  # an attempt
+        self._last: Optional[Marks] = None  # that was looked at before an OOM
         self._found: List[str] = []  # names of what attempts that failed have changed
         self._moved: Set[str] = set()  # and of what has changed within the one that runs
         self._hook: Any = None
@@ -276,7 +286,7 @@ class Told:
     def restore(self, point: int) -> None:
         if self._before and not self.is_done:
             before, now = self._before, self._marks()
-            self._found += [name for name in _changed(before, now) if _is_lost(name, before, now)]
+            self._found += [name for name in changed_in(before, now) if _is_lost(name, before, now)]
         self._end()
         self._is_due = not self.is_done
 
@@ -286,15 +296,15 @@ class Told:
             self._end()
             return
         before, now, found = self._before, self._marks(), self._found
-        changed = _changed(before, now)
+        changed = changed_in(before, now)
         if self._last:
             back = self._moved.difference(changed)
-            changed += [name for name in _changed(self._last, before) if name in back]
+            changed += [name for name in changed_in(self._last, before) if name in back]
         self.begin()
         self._last = now
         of_gradients = [_GRADIENTS + name for name in changed]  # which that says already
         names = [name for name in dict.fromkeys(found + changed) if name not in of_gradients]
-        names = [name for name in names if not _is_within(name, names)]
+        names = [name for name in names if not is_within(name, names)]
         if names:
             self.is_done, self._last = True, None
             self._warn(names)
@@ -303,9 +313,9 @@ class Told:
         self._ids = self._known()
         self._before = self._marks()
 
-    def _marks(self) -> _Marks:
+    def _marks(self) -> Marks:
         apart = {id(p) for tensors in self.apart for p in tensors}
-        return _Marks(self._functions(), self._modules(), self._ids, apart)
+        return Marks(self._functions(), self._modules(), self._ids, apart)
 
     def _watch(self) -> None:
         """Look within the attempt too, before modules run."""
@@ -320,7 +330,7 @@ class Told:
                 return
             call = next(calls)
             if call % gap == 0 and call < gap * _LOOKS_WITHIN and self._before:
-                self._moved.update(_changed(self._before, self._marks()))
+                self._moved.update(changed_in(self._before, self._marks()))
 
         self._hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
@@ -334,7 +344,7 @@ class Told:
         )
 
 
-def _changed(before: _Marks, now: _Marks) -> List[str]:
+def changed_in(before: Marks, now: Marks) -> List[str]:
     """The names of what is another."""
     each = {**before.found, **now.found}
     if not (before.is_whole and now.is_whole):  # some is in one of them alone
@@ -342,6 +352,6 @@ def _changed(before: _Marks, now: _Marks) -> List[str]:
     return [name for name in each if before.found.get(name) != now.found.get(name)]
 
 
-def _is_within(name: str, names: Iterable[str]) -> bool:
+def is_within(name: str, names: Iterable[str]) -> bool:
     """Whether it is the name of a part of another one."""
     return any(name != each and name.startswith((f"{each}.", f"{each}[")) for each in names)

@@ -73,7 +73,7 @@ def is_same_state(a: Any, b: Any) -> bool:
     return bool(same if isinstance(same, bool) else same.all())
 
 
-def _of_everyone() -> Dict[str, Functions]:
+def of_everyone() -> Dict[str, Functions]:
     """Python's generator, and NumPy's where that is there."""
     found: Dict[str, Functions] = {"random": (random.getstate, random.setstate)}
     numpy = sys.modules.get("numpy.random")
@@ -107,7 +107,7 @@ class Generators:
         """Python's and NumPy's, if it is not known whether they are used."""
         if self._steps >= _LOOKS and not self._is_suspect:
             return {}
-        return {name: each for name, each in _of_everyone().items() if name not in self._used}
+        return {name: each for name, each in of_everyone().items() if name not in self._used}
 
     def _find_devices(self) -> None:
         self._has_devices = True
@@ -158,7 +158,7 @@ class Generators:
         if not self._has_devices:
             self._find_devices()
         getattr(sys.modules.get("numpy"), "random", None)  # NumPy imports that when it is used
-        return [(put, get()) for get, put in (*self._always, *_of_everyone().values())]
+        return [(put, get()) for get, put in (*self._always, *of_everyone().values())]
 
     def put(self, states: States) -> None:
         for put, state in states:

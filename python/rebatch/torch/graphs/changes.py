@@ -1,0 +1,113 @@
+"""What a pass changes in Python, which a replay of its CUDA graph would leave out: attributes,
+containers, variables, random numbers of the host, and tensors on the CPU. Tensors of the device
+that change in place are no change: a replay changes them too.
+
+Not seen: what objects of installed packages keep, files, the environment, what C code keeps, and
+what a pass changes and puts back itself."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from rebatch.torch.private import HOOK_TABLES
+from rebatch.torch.program.program import Running, listed
+from rebatch.torch.undo.changes_outside import Marks, changed_in, is_within
+from rebatch.torch.undo.copies import sums_of
+from rebatch.torch.undo.generators import is_same_state, of_everyone
+
+# Passes that may fill caches, which stay as they are from then on.
+_FILLING = 2
+# Contents of tensors up to this size are compared; of larger ones the version alone.
+_COMPARED_BYTES = 64 << 20
+
+
+class _Marks(Marks):
+    """Of all that a pass may change."""
+
+    most = 1 << 18
+    names_parts_of_modules = True
+
+    def __init__(self, running: Running):
+        program, tree = running.program, running.undo.tree
+        modules = [module for _, module in tree.named_modules()]
+        models = listed(program.model)
+        roots = [("model" if len(models) == 1 else f"model[{i}]", m) for i, m in enumerate(models)]
+        roots += running.undo.state
+        roots += [(f"generators[{i}]", part) for i, part in enumerate(program.generators)]
+        looked_at = {id(part) for _, part in roots}
+        # What it holds keeps its address while this is there.
+        self._held: List[Any] = []
+        super().__init__(
+            program.functions_that_run(), modules, program.handled() - looked_at, roots=roots
+        )
+        self.generators = {name: get() for name, (get, _) in of_everyone().items()}
+        self.generators["torch.default_generator"] = torch.get_rng_state()
+
+    def look_into(self, name: str, value: Any, is_part: bool) -> None:
+        self._held.append(value)
+        if isinstance(value, torch.Generator) and value.device.type != "cpu":
+            return  # a graph has it
+        super().look_into(name, value, is_part)
+        if isinstance(value, torch.nn.Module):
+            for table in HOOK_TABLES:
+                self._note(f"{name}.{table}", len(getattr(value, table)))
+
+    def mark_of_contents(self, tensor: torch.Tensor) -> Tuple[Any, ...]:
+        if tensor.device.type != "cpu":
+            return ()
+        is_compared = tensor.nbytes <= _COMPARED_BYTES
+        return (*super().mark_of_contents(tensor), *sums_of([tensor] if is_compared else []))
+
+    def note_gradient(self, name: str, tensor: torch.Tensor) -> None:
+        """A pass leaves them, and so does a replay."""
+
+
+def _is_on_cpu(mark: Any) -> bool:
+    """That of a tensor there, with what its contents are."""
+    return isinstance(mark, tuple) and len(mark) > 1 and mark[0] != ""
+
+
+def _are_in_place(then: Dict[Any, Any], now: Dict[Any, Any]) -> bool:
+    """Whether all that differs are the contents of tensors on the CPU."""
+    differ = [(then[key], now[key]) for key in then if key in now and then[key] != now[key]]
+    return then.keys() == now.keys() and all(
+        _is_on_cpu(a) and _is_on_cpu(b) and a[0] == b[0] for a, b in differ
+    )
+
+
+class Changes:
+    """What the passes of one program change. The first ones may fill caches: what counts is what
+    those after them still change."""
+
+    def __init__(self, running: Running):
+        self._running = running
+        self._passes = 0
+        self._before: Optional[_Marks] = None
+        self._names: Dict[str, None] = {}
+
+    def before(self) -> None:
+        """An eager pass runs."""
+        self._before = _Marks(self._running)
+
+    def after(self) -> None:
+        """It has succeeded."""
+        before, self._before = self._before, None
+        assert before is not None
+        self._passes += 1
+        if self._passes <= _FILLING:
+            return
+        now = _Marks(self._running)
+        names = changed_in(before, now)
+        for name in names:
+            if not is_within(name, names):
+                is_in_place = _are_in_place(before.found.get(name, {}), now.found.get(name, {}))
+                self._names[name + " (a tensor on the CPU)" * is_in_place] = None
+        for name, state in before.generators.items():
+            if not is_same_state(now.generators[name], state):
+                self._names[name] = None
+
+    def names(self) -> List[str]:
+        """Of what passes have changed, as users write them."""
+        return list(self._names)
