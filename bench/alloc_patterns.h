@@ -7,18 +7,11 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <time.h>
+
+#include "measure.h"
 
 typedef void *(*pat_alloc)(size_t bytes, void *user);
 typedef void (*pat_free)(void *block, size_t bytes, void *user);
-
-static inline double pat_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
-}
 
 /* xorshift64*; the state is never 0. */
 static inline uint64_t pat_rng(uint64_t *state)
@@ -43,10 +36,10 @@ static inline double pat_hot(pat_alloc take, pat_free give, void *user, int pair
     const size_t bytes = (size_t)1 << 20;
     for (int i = 0; i < 100; i++)
         give(take(bytes, user), bytes, user);
-    const double began = pat_now();
+    const double began = measure_seconds();
     for (int i = 0; i < pairs; i++)
         give(take(bytes, user), bytes, user);
-    return (pat_now() - began) / pairs;
+    return 1e9 * (measure_seconds() - began) / pairs;
 }
 
 /* A live set of 256 blocks of which each turn replaces one; sizes log-uniform in 512 B to 32 MiB.
@@ -60,7 +53,7 @@ static inline double pat_random(pat_alloc take, pat_free give, void *user, int p
     double began = 0;
     for (int i = 0; i < pairs + 4 * LIVE; i++) {
         if (i == 4 * LIVE)
-            began = pat_now();
+            began = measure_seconds();
         const size_t k = pat_rng(&state) % LIVE;
         const double exponent = 9 + 16.0 * pat_unit(&state);
         if (blocks[k])
@@ -70,7 +63,7 @@ static inline double pat_random(pat_alloc take, pat_free give, void *user, int p
         if (!blocks[k])
             return -1;
     }
-    const double ns = (pat_now() - began) / pairs;
+    const double ns = 1e9 * (measure_seconds() - began) / pairs;
     for (size_t k = 0; k < LIVE; k++)
         if (blocks[k])
             give(blocks[k], sizes[k], user);
@@ -89,7 +82,7 @@ static inline double pat_train(pat_alloc take, pat_free give, void *user, int st
     double began = 0;
     for (int step = 0; step < steps + WARM_STEPS; step++) {
         if (step == WARM_STEPS)
-            began = pat_now();
+            began = measure_seconds();
         for (int l = 0; l < LAYERS; l++)
             for (int a = 0; a < KEPT; a++)
                 kept[l][a] = take(unit * weights[a], user);
@@ -102,7 +95,7 @@ static inline double pat_train(pat_alloc take, pat_free give, void *user, int st
                 give(scratch[i], unit * (i + 1), user);
         }
     }
-    return (pat_now() - began) / ((double)steps * LAYERS * (KEPT + SCRATCH));
+    return 1e9 * (measure_seconds() - began) / ((double)steps * LAYERS * (KEPT + SCRATCH));
 }
 
 #endif

@@ -18,20 +18,13 @@ $(BUILD)/bench/kernels.o: private FOLDER_CFLAGS := -Ikernels -isystem $(CUDA_HOM
 $(BUILD)/bench/kernels: $(BUILD)/bench/kernels.o $(KERNELS)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS)
 
-$(BUILD)/bench/gpt_budget.o $(BUILD)/bench/gpt_graph.o: private FOLDER_CFLAGS := -Iexamples -Ikernels \
+$(BUILD)/bench/gpt_graph.o: private FOLDER_CFLAGS := -Iexamples -Ikernels \
     -isystem $(CUDA_HOME)/include
 
 $(BUILD)/bench/gpt_search: $(BUILD)/bench/gpt_search.o $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LIBS) -lmd
 
-$(BUILD)/bench/gpt_recovery: $(BUILD)/bench/gpt_recovery.o $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
-
-$(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) $(GPT_CUDA_OBJ) \
-    $(KERNELS) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
-
-$(BUILD)/bench/gpt_graph: $(BUILD)/bench/gpt_graph.o $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(addprefix $(BUILD)/bench/,gpt gpt_graph gpt_recovery): %: %.o $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.c,$(BUILD)/%.d,$(wildcard bench/*.c bench/replay/*.c)) $(BUILD)/bench/vote_mpi.d
@@ -103,10 +96,6 @@ bench-kernels: ## how fast each GPU operation of the reference model runs (needs
 bench-gpt: ## how fast GPT-2 trains, beside PyTorch (needs a GPU)
 	$(call build_bench,gpt)
 	@$(ON_GPU) scripts/bench-gpt $(BUILD)/bench/gpt
-
-bench-budget: ## where the time of such a step goes, operation by operation
-	$(call build_bench,gpt)
-	@$(ON_GPU) $(BUILD)/bench/gpt --budget
 
 bench-gpt-graph: ## what the replay of a CUDA graph saves a micro-batch of GPT-2 (needs a GPU)
 	$(call build_bench,gpt_graph)

@@ -6,28 +6,20 @@
  * recorded: 0 is an idle GPU, a few tens one that has nothing to do but events, thousands one that
  * the program runs a step ahead of. */
 #include <stdio.h>
-#include <stdlib.h>
 
-#include "device/device.h"
+#include "behind.h"
 #include "replay/replay.h"
 
 #define WARM_RUNS 40
 #define PAGE_BYTES ((size_t)2 << 20)
 
-struct rbi_event_object {
-    uint64_t done_at;
-};
-
-/* The dry device's operations, and those with these in place of its events', the others counted. */
-static struct rbi_device_ops dry, counting;
-static uint64_t now, lag; /* in calls of the pool */
-static uint64_t calls, others;
+static uint64_t others; /* calls of the device that are not for events */
 
 #define COUNTED(name, parameters, ...)                                                             \
     static rebatch_status count_##name parameters                                                  \
     {                                                                                              \
         others++;                                                                                  \
-        return dry.name(__VA_ARGS__);                                                              \
+        return behind.dry.name(__VA_ARGS__);                                                       \
     }
 COUNTED(memory, (void *self, rebatch_memory_info *out), self, out)
 COUNTED(reserve, (void *self, void **out, size_t bytes), self, out, bytes)
@@ -38,49 +30,11 @@ COUNTED(map, (void *self, void *address, size_t bytes, rbi_physical physical), s
 COUNTED(set_access, (void *self, void *address, size_t bytes), self, address, bytes)
 COUNTED(unmap, (void *self, void *address, size_t bytes), self, address, bytes)
 
-static rebatch_status create_event(void *self, rbi_event *out)
-{
-    (void)self;
-    calls++;
-    *out = calloc(1, sizeof **out);
-    return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
-}
-
-static void destroy_event(void *self, rbi_event event)
-{
-    (void)self;
-    free(event);
-}
-
-static rebatch_status record_event(void *self, rbi_event event)
-{
-    (void)self;
-    calls++;
-    event->done_at = now + lag;
-    return REBATCH_OK;
-}
-
 /* All work that was enqueued before the last record is done. */
 static rebatch_status synchronize(void *self)
 {
     (void)self;
     others++;
-    return REBATCH_OK;
-}
-
-static rebatch_status query_event(void *self, rbi_event event, bool *done)
-{
-    (void)self;
-    calls++;
-    *done = event->done_at <= now;
-    return REBATCH_OK;
-}
-
-static rebatch_status await_event(void *self, rbi_event event)
-{
-    (void)self;
-    calls++;
-    now = event->done_at > now ? event->done_at : now;
     return REBATCH_OK;
 }
 
@@ -95,23 +49,15 @@ static void check(rebatch_status status)
 static rebatch_device *open_device(void)
 {
     rebatch_device *device;
-    check(rebatch_device_open_dry(&device, (size_t)1 << 40, PAGE_BYTES));
-    counting = dry = *device->ops;
-    counting.memory = count_memory;
-    counting.reserve = count_reserve;
-    counting.create = count_create;
-    counting.release = count_release;
-    counting.map = count_map;
-    counting.set_access = count_set_access;
-    counting.unmap = count_unmap;
-    counting.synchronize = synchronize;
-    counting.event_create = create_event;
-    counting.event_destroy = destroy_event;
-    counting.event_record = record_event;
-    counting.event_query = query_event;
-    counting.event_synchronize = await_event;
-    device->ops = &counting;
-    now = 0;
+    check(behind_open(&device, (size_t)1 << 40, PAGE_BYTES));
+    behind.ops.memory = count_memory;
+    behind.ops.reserve = count_reserve;
+    behind.ops.create = count_create;
+    behind.ops.release = count_release;
+    behind.ops.map = count_map;
+    behind.ops.set_access = count_set_access;
+    behind.ops.unmap = count_unmap;
+    behind.ops.synchronize = synchronize;
     return device;
 }
 
@@ -123,7 +69,7 @@ struct run {
 
 static void play(const struct run *run, const struct trace *trace)
 {
-    for (size_t i = 0; i < trace->closed_count; i++, now++) {
+    for (size_t i = 0; i < trace->closed_count; i++, behind.now++) {
         const struct replay_op *op = &trace->ops[i];
         void **const block = &run->blocks[op->slot];
         if (op->kind == REPLAY_ALLOC)
@@ -158,16 +104,17 @@ static void measure(const struct trace *trace)
     for (uint32_t i = 1; i < trace->streams; i++)
         check(rebatch_stream_create(&run.streams[i], device));
     check(rebatch_pool_create(&run.pool, device, NULL));
-    calls = 0;
+    behind.calls = 0;
     play(&run, trace);
-    printf("%8zu %10.1f %9.2f %%", (size_t)lag, per_1000(calls, trace), utilisation(run.pool));
+    printf("%8zu %10.1f %9.2f %%", (size_t)behind.lag, per_1000(behind.calls, trace),
+           utilisation(run.pool));
     for (int i = 0; i < WARM_RUNS; i++)
         play(&run, trace);
-    calls = others = 0;
+    behind.calls = others = 0;
     for (int i = 0; i < WARM_RUNS; i++)
         play(&run, trace);
-    printf(" %10.1f %9.2f %% %10.1f\n", per_1000(calls, trace) / WARM_RUNS, utilisation(run.pool),
-           per_1000(others, trace) / WARM_RUNS);
+    printf(" %10.1f %9.2f %% %10.1f\n", per_1000(behind.calls, trace) / WARM_RUNS,
+           utilisation(run.pool), per_1000(others, trace) / WARM_RUNS);
     rebatch_pool_destroy(run.pool);
     for (uint32_t i = 1; i < trace->streams; i++)
         rebatch_stream_destroy(device, run.streams[i]);
@@ -187,7 +134,7 @@ int main(int count, char **arguments)
                "     lag  first run  live/res.       warm  live/res.     others\n",
                arguments[i]);
         for (size_t n = 0; n < sizeof lags / sizeof *lags; n++) {
-            lag = lags[n];
+            behind.lag = lags[n];
             measure(&trace);
         }
         trace_free(&trace);

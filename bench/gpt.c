@@ -4,28 +4,13 @@
  *     result rebatch MODE MICRO TOKENS_A_SECOND PEAK_MIB */
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
 #include "gpt/error.h"
 #include "gpt/train.h"
-#include "gpt_budget.h"
+#include "measure.h"
 #include "rebatch/rebatch.h"
 
-enum { BATCH = 64, WARM = 3, STEPS = 8, RUNS = 3, BUDGET_STEPS = 2 };
-
-static double now_seconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
+enum { BATCH = 64, WARM = 3, STEPS = 8, RUNS = 3 };
 
 /* ---- a training ---- */
 
@@ -74,10 +59,10 @@ static rebatch_status run_steps(struct bench *bench, size_t steps, double *secon
 {
     rebatch_step_report report;
     rebatch_status status = REBATCH_OK;
-    const double began = now_seconds();
+    const double began = measure_seconds();
     for (size_t i = 0; i < steps && !status; i++)
         status = gpt_trainer_step(bench->trainer, &report, NULL);
-    *seconds = now_seconds() - began;
+    *seconds = measure_seconds() - began;
     if (!status)
         *peak = (double)report.peak_bytes;
     return status;
@@ -106,9 +91,8 @@ static rebatch_status bench_one(bool inexact, size_t micro, double *peak)
         rates[i] = (double)(STEPS * BATCH * bench.train.config.length) / seconds;
     }
     if (!status) {
-        qsort(rates, RUNS, sizeof *rates, by_value);
         printf("result rebatch %s %zu %.0f %.1f\n", inexact ? "inexact" : "exact", micro,
-               rates[RUNS / 2], *peak / 1048576.0);
+               measure_median(rates, RUNS), *peak / 1048576.0);
         fflush(stdout);
     }
     close_bench(&bench);
@@ -133,35 +117,11 @@ static rebatch_status bench_mode(bool inexact)
     return status;
 }
 
-static rebatch_status print_budget(bool inexact, size_t micro)
+int main(void)
 {
-    struct bench bench;
-    double seconds, peak;
-    rebatch_status status = open_bench(&bench, budget_ops(gpt_cuda_ops_get()), micro, inexact);
+    rebatch_status status = bench_mode(false);
     if (!status)
-        status = run_steps(&bench, WARM, &seconds, &peak);
-    budget_clear();
-    if (!status)
-        status = run_steps(&bench, BUDGET_STEPS, &seconds, &peak);
-    if (!status) {
-        printf("budget %s micro=%zu: %.3f ms a step\n", inexact ? "inexact" : "exact", micro,
-               seconds * 1e3 / BUDGET_STEPS);
-        budget_print(BUDGET_STEPS, BATCH * bench.train.config.length);
-    }
-    close_bench(&bench);
-    return status;
-}
-
-int main(int count, char **arguments)
-{
-    const bool budget = count == 2 && strcmp(arguments[1], "--budget") == 0;
-    if (count > 1 && !budget) {
-        fprintf(stderr, "usage: gpt [--budget]\n");
-        return 2;
-    }
-    rebatch_status status = budget ? print_budget(false, 16) : bench_mode(false);
-    if (!status)
-        status = budget ? print_budget(true, 16) : bench_mode(true);
+        status = bench_mode(true);
     if (status)
         fprintf(stderr, "bench-gpt: %s: %s\n", rebatch_status_name(status), gpt_last_error());
     return status ? 1 : 0;

@@ -2,27 +2,19 @@
  * of GPT-2 124M: bf16, 1,024 positions, 128 samples a step. Lines:
  *     caps rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES PROBE_MS MICROBATCH_MS PREDICTED_MIB
  *                  MEASURED_MIB COLD_MS STEP_MS
- *     steps CAP_GIB PREDICTED_MIB MEASURED_MIB
- *     parts WAY CAP_GIB MS MAPPED_PIECES MAPPING_MS GIVING_MS CALLBACKS_MS
  *     learn rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES LATER_MICROBATCHES COLD_MS STEP_MS
  *     tenant rebatch SIZE_BEFORE SIZE_AFTER STRUCK_MS STEP_MS REDONE_SAMPLES
  * TRUE is yes when whole steps run at SIZE and not at SIZE + 1 (or SIZE is the batch). COLD_MS is
  * from the start of the probe to the end of the first effective step; STEP_MS an undisturbed one.
- * steps: the peak of the first one after the probe, by rebatch_predict() and as it was.
- * learn is a session without a probe, which learns from its first step's micro-batches. Parts say
- * where the MS of a probe, of that first step, or of the one in which the other user struck went:
- * MAPPING_MS into the device's calls that make and map memory, GIVING_MS into those that give it
- * back, CALLBACKS_MS into the callbacks but for these; what is left is waiting for the GPU, the
- * search, and what the other user took.
+ * learn is a session without a probe, which learns from its first step's micro-batches.
  *     gpt_recovery TENANT_PROGRAM */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "device/device.h"
 #include "gpt/error.h"
 #include "gpt/train.h"
+#include "measure.h"
 #include "rebatch/rebatch.h"
 
 enum { BATCH = 128, CLEAN_STEPS = 5, LEFT_MIB = 24 << 10, TAKEN_PERMILLE = 450 };
@@ -32,84 +24,9 @@ enum { BATCH = 128, CLEAN_STEPS = 5, LEFT_MIB = 24 << 10, TAKEN_PERMILLE = 450 }
 
 static const size_t caps_gib[] = {8, 12, 24, 48, 96};
 
-static double now_ms(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static double mib(uint64_t bytes)
 {
     return (double)bytes / 1048576.0;
-}
-
-/* ---- the device's calls that make and map memory, timed ---- */
-
-static struct {
-    const struct rbi_device_ops *inner;
-    struct rbi_device_ops ops;
-    double ms, giving_ms;
-    uint64_t pages;
-} mapping;
-
-static rebatch_status timed_create(void *self, rbi_physical *out, size_t bytes)
-{
-    const double began = now_ms();
-    const rebatch_status status = mapping.inner->create(self, out, bytes);
-    mapping.ms += now_ms() - began;
-    return status;
-}
-
-static rebatch_status timed_map(void *self, void *address, size_t bytes, rbi_physical physical)
-{
-    const double began = now_ms();
-    const rebatch_status status = mapping.inner->map(self, address, bytes, physical);
-    mapping.ms += now_ms() - began;
-    mapping.pages++;
-    return status;
-}
-
-static rebatch_status timed_set_access(void *self, void *address, size_t bytes)
-{
-    const double began = now_ms();
-    const rebatch_status status = mapping.inner->set_access(self, address, bytes);
-    mapping.ms += now_ms() - began;
-    return status;
-}
-
-static rebatch_status timed_unmap(void *self, void *address, size_t bytes)
-{
-    const double began = now_ms();
-    const rebatch_status status = mapping.inner->unmap(self, address, bytes);
-    mapping.giving_ms += now_ms() - began;
-    return status;
-}
-
-static rebatch_status timed_release(void *self, rbi_physical physical, size_t bytes)
-{
-    const double began = now_ms();
-    const rebatch_status status = mapping.inner->release(self, physical, bytes);
-    mapping.giving_ms += now_ms() - began;
-    return status;
-}
-
-static void time_mapping(rebatch_device *device)
-{
-    mapping.inner = device->ops;
-    mapping.ops = *device->ops;
-    mapping.ops.create = timed_create;
-    mapping.ops.map = timed_map;
-    mapping.ops.set_access = timed_set_access;
-    mapping.ops.unmap = timed_unmap;
-    mapping.ops.release = timed_release;
-    device->ops = &mapping.ops;
 }
 
 /* ---- a training ---- */
@@ -122,8 +39,7 @@ struct bench {
     /* the other user of the card strikes when this many micro-batches have run; 0: never */
     unsigned strikes_after, microbatches;
     FILE *tenant;
-    double strike_ms;   /* what it took that one: nobody computes, nor frees memory */
-    double callback_ms; /* but for mapping and giving back */
+    double strike_ms; /* what it took that one: nobody computes, nor frees memory */
 };
 
 static rebatch_status open_bench(struct bench *bench, const rebatch_options *options)
@@ -135,8 +51,6 @@ static rebatch_status open_bench(struct bench *bench, const rebatch_options *opt
     train.config.dtype = GPT_BF16;
     if (!status)
         status = rebatch_device_open_cuda(&bench->device, NULL);
-    if (!status)
-        time_mapping(bench->device);
     if (!status)
         status = rebatch_open(&bench->rb, bench->device, options);
     if (!status)
@@ -181,9 +95,9 @@ static rebatch_status make_way(struct bench *bench)
     if (status)
         return status;
     const size_t left = memory.free_bytes > taken ? memory.free_bytes - taken : SLACK_BYTES;
-    const double began = now_ms();
+    const double began = measure_seconds();
     status = tell_tenant(bench, "leave", left >> 20);
-    bench->strike_ms = now_ms() - began;
+    bench->strike_ms = 1e3 * (measure_seconds() - began);
     return status;
 }
 
@@ -201,9 +115,7 @@ static rebatch_status zero_grad(void *user)
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct bench *bench = user;
-    const double began = now_ms() - mapping.ms - mapping.giving_ms;
     rebatch_status status = gpt_trainer_ops()->forward_backward(mb, bench->trainer);
-    bench->callback_ms += now_ms() - mapping.ms - mapping.giving_ms - began;
     if (!status && bench->strikes_after && ++bench->microbatches == bench->strikes_after)
         status = strike(bench);
     return status;
@@ -223,11 +135,11 @@ static const rebatch_step_ops ops = {.struct_size = sizeof ops,
 /* One effective batch, to its end on the device. */
 static rebatch_status run_step(struct bench *bench, rebatch_step_report *report, double *ms)
 {
-    const double began = now_ms();
+    const double began = measure_seconds();
     rebatch_status status = rebatch_step(bench->rb, &ops, BATCH, bench, report);
     if (!status)
         status = rebatch_stream_synchronize(bench->device, NULL);
-    *ms = now_ms() - began;
+    *ms = 1e3 * (measure_seconds() - began);
     return status;
 }
 
@@ -238,10 +150,8 @@ static rebatch_status run_clean(struct bench *bench, rebatch_step_report *report
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < CLEAN_STEPS && !status; i++)
         status = run_step(bench, report, &each[i]);
-    if (!status) {
-        qsort(each, CLEAN_STEPS, sizeof *each, by_value);
-        *ms = each[CLEAN_STEPS / 2];
-    }
+    if (!status)
+        *ms = measure_median(each, CLEAN_STEPS);
     return status;
 }
 
@@ -287,25 +197,6 @@ static size_t moments_bytes(const struct bench *bench)
     return 2 * sizeof(float) * elements;
 }
 
-struct parts {
-    uint64_t pages;
-    double began_ms, mapping_ms, giving_ms, callback_ms;
-};
-
-static struct parts begin_parts(const struct bench *bench)
-{
-    return (struct parts){mapping.pages, now_ms(), mapping.ms, mapping.giving_ms,
-                          bench->callback_ms};
-}
-
-static void print_parts(const struct bench *bench, const struct parts *before, const char *way,
-                        size_t gib)
-{
-    printf("parts %s %zu %.1f %llu %.1f %.1f %.1f\n", way, gib, now_ms() - before->began_ms,
-           (unsigned long long)(mapping.pages - before->pages), mapping.ms - before->mapping_ms,
-           mapping.giving_ms - before->giving_ms, bench->callback_ms - before->callback_ms);
-}
-
 /* The first step of a session that knows nothing, with no probe before it. */
 static rebatch_status bench_learn(size_t gib)
 {
@@ -317,11 +208,8 @@ static rebatch_status bench_learn(size_t gib)
     options.pool.limit_bytes = gib << 30;
     options.learn = REBATCH_ON;
     rebatch_status status = open_bench(&bench, &options);
-    const struct parts before = begin_parts(&bench);
     if (!status)
         status = run_step(&bench, &first, &cold_ms);
-    if (!status)
-        print_parts(&bench, &before, "learn", gib);
     if (!status) /* in which the size after the first update is run */
         status = run_step(&bench, &second, &second_ms);
     if (!status)
@@ -337,28 +225,6 @@ static rebatch_status bench_learn(size_t gib)
     return status;
 }
 
-/* The first step after a probe, its peak foretold by what the probe has learnt. What is reserved
- * for the update is made only at its end. */
-static rebatch_status run_foretold(struct bench *bench, const rebatch_probe_options *probing,
-                                   rebatch_step_report *report, double *ms, size_t shown_gib)
-{
-    rebatch_pool *pool = rebatch_get_pool(bench->rb);
-    rebatch_prediction prediction;
-    rebatch_pool_stats stats;
-    rebatch_status status = rebatch_predict(&prediction, bench->rb,
-                                            rebatch_get_micro(bench->rb, BATCH), BATCH, probing);
-    if (!status)
-        status = rebatch_pool_reset_peaks(pool);
-    if (!status)
-        status = run_step(bench, report, ms);
-    if (!status)
-        status = rebatch_pool_get_stats(&stats, pool);
-    if (!status && shown_gib)
-        printf("steps %zu %.1f %.1f\n", shown_gib,
-               mib(prediction.peak_bytes - probing->reserve_bytes), mib(stats.live_peak_bytes));
-    return status;
-}
-
 static rebatch_status bench_cap(size_t gib, bool shows)
 {
     struct bench bench = {0};
@@ -371,15 +237,13 @@ static rebatch_status bench_cap(size_t gib, bool shows)
     options.pool.limit_bytes = gib << 30;
     rebatch_status status = open_bench(&bench, &options);
     if (!status) {
-        const struct parts before = begin_parts(&bench);
+        const double began = measure_seconds();
         probing.reserve_bytes = moments_bytes(&bench);
         status = rebatch_probe(bench.rb, &ops, BATCH, &bench, &probing, &probe);
-        probe_ms = now_ms() - before.began_ms;
-        if (!status && shows)
-            print_parts(&bench, &before, "probe", gib);
+        probe_ms = 1e3 * (measure_seconds() - began);
     }
     if (!status)
-        status = run_foretold(&bench, &probing, &report, &first_ms, shows ? gib : 0);
+        status = run_step(&bench, &report, &first_ms);
     const uint32_t ooms = probe.ooms + report.ooms;
     if (!status)
         status = run_clean(&bench, &report, &clean_ms);
@@ -444,11 +308,8 @@ static rebatch_status bench_tenant(FILE *tenant)
     if (!status)
         status = run_clean(&bench, &before, &ms);
     bench.strikes_after = 1;
-    const struct parts parts = begin_parts(&bench);
     if (!status)
         status = run_step(&bench, &struck, &struck_ms);
-    if (!status)
-        print_parts(&bench, &parts, "struck", LEFT_MIB >> 10);
     bench.strikes_after = 0;
     if (!status)
         status = run_clean(&bench, &after, &clean_ms);

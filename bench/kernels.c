@@ -3,13 +3,13 @@
  * A product of cuBLASLt stands beside each weight gradient. An argument: what a name has to
  * contain. */
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
 #include "kernels.h"
+#include "measure.h"
 
 enum { RUNS = 9, WARM = 3 };
 enum { B = 16, T = 1024, C = 768, H = 12, D = 64, V = 50304, R = B * T };
@@ -89,12 +89,6 @@ static void fill_random(void)
     free(ids);
 }
 
-static int by_value(const void *a, const void *b)
-{
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
-}
-
 /* A product's sizes; others do not look at them. */
 struct sizes {
     size_t m, n;
@@ -103,9 +97,9 @@ struct sizes {
 typedef cudaError_t operation(const struct sizes *sizes);
 
 /* Median microseconds of one call. */
-static float measure(const char *name, operation *run, const struct sizes *sizes)
+static double measure(const char *name, operation *run, const struct sizes *sizes)
 {
-    float micros[RUNS];
+    double micros[RUNS];
     cudaEvent_t began, ended;
     must(cudaEventCreate(&began), "cudaEventCreate");
     must(cudaEventCreate(&ended), "cudaEventCreate");
@@ -118,13 +112,13 @@ static float measure(const char *name, operation *run, const struct sizes *sizes
             must(run(sizes), name);
         must(cudaEventRecord(ended, NULL), "cudaEventRecord");
         must(cudaEventSynchronize(ended), name);
-        must(cudaEventElapsedTime(&micros[r], began, ended), "cudaEventElapsedTime");
-        micros[r] *= 1000.0f / CALLS;
+        float ms;
+        must(cudaEventElapsedTime(&ms, began, ended), "cudaEventElapsedTime");
+        micros[r] = 1e3 * (double)ms / CALLS;
     }
     must(cudaEventDestroy(began), "cudaEventDestroy");
     must(cudaEventDestroy(ended), "cudaEventDestroy");
-    qsort(micros, RUNS, sizeof *micros, by_value);
-    return micros[RUNS / 2];
+    return measure_median(micros, RUNS);
 }
 
 /* ---- products ---- */
@@ -201,7 +195,7 @@ static void print_product(const char *name, const char *shape, operation *run,
 {
     if (!strstr(name, only))
         return;
-    const float micros = measure(name, run, sizes);
+    const double micros = measure(name, run, sizes);
     printf("%-36s %-16s %9.1f us %8.0f TFLOP/s\n", name, shape, micros, flops / micros * 1e-6);
 }
 
@@ -345,7 +339,7 @@ static void bench_movers(void)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         if (!strstr(all[i].name, only))
             continue;
-        const float micros = measure(all[i].name, all[i].run, NULL);
+        const double micros = measure(all[i].name, all[i].run, NULL);
         printf("%-53s %9.1f us %8.0f GB/s\n", all[i].name, micros, all[i].bytes / micros * 1e-3);
     }
 }

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "measure.h"
 #include "rebatch/nccl.h"
 #include "rebatch/rebatch.h"
 
@@ -78,12 +79,6 @@ static void vote(void)
     check(group.all_reduce(own, WORDS, REBATCH_SUM, WAIT_MS, group.user));
 }
 
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 /* Microseconds a call, the median of RUNS. */
 static double measure(void (*run)(void))
 {
@@ -95,8 +90,7 @@ static double measure(void (*run)(void))
         if (i >= 0)
             us[i] = (rebatch_nccl_ms() - began) * 1e3 / CALLS;
     }
-    qsort(us, RUNS, sizeof *us, by_value);
-    return us[RUNS / 2];
+    return measure_median(us, RUNS);
 }
 
 /* ---- memory ---- */

@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "device/device.h"
+#include "behind.h"
 #include "rebatch/rebatch.h"
 
 #define GIB ((size_t)1 << 30)
@@ -37,64 +37,6 @@ static void check(rebatch_status status)
     exit(1);
 }
 
-/* ---- a device that is behind ---- */
-
-struct rbi_event_object {
-    uint64_t done_at;
-};
-
-static struct rbi_device_ops behind;
-static uint64_t now, lag; /* in calls of the pool */
-
-static rebatch_status create_event(void *self, rbi_event *out)
-{
-    (void)self;
-    *out = calloc(1, sizeof **out);
-    return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
-}
-
-static void destroy_event(void *self, rbi_event event)
-{
-    (void)self;
-    free(event);
-}
-
-static rebatch_status record_event(void *self, rbi_event event)
-{
-    (void)self;
-    event->done_at = now + lag;
-    return REBATCH_OK;
-}
-
-static rebatch_status query_event(void *self, rbi_event event, bool *done)
-{
-    (void)self;
-    *done = event->done_at <= now;
-    return REBATCH_OK;
-}
-
-static rebatch_status await_event(void *self, rbi_event event)
-{
-    (void)self;
-    now = event->done_at > now ? event->done_at : now;
-    return REBATCH_OK;
-}
-
-static rebatch_device *open_device(void)
-{
-    rebatch_device *device;
-    check(rebatch_device_open_dry(&device, WHOLE, PAGE_BYTES));
-    behind = *device->ops;
-    behind.event_create = create_event;
-    behind.event_destroy = destroy_event;
-    behind.event_record = record_event;
-    behind.event_query = query_event;
-    behind.event_synchronize = await_event;
-    device->ops = &behind;
-    now = 0;
-    return device;
-}
-
 /* ---- the model ---- */
 
 /* Blocks in use that are freed in the order in which they were not allocated. */
@@ -117,7 +59,7 @@ struct training {
 static void *take(struct training *t, size_t bytes)
 {
     void *block = NULL;
-    now++;
+    behind.now++;
     if (!t->failed && rebatch_pool_alloc(&block, t->pool, bytes, NULL, 0))
         t->failed = true;
     return block;
@@ -125,7 +67,7 @@ static void *take(struct training *t, size_t bytes)
 
 static void give(struct training *t, void *block)
 {
-    now++;
+    behind.now++;
     if (!t->failed)
         check(rebatch_pool_free(t->pool, block));
 }
@@ -322,7 +264,8 @@ static void open_session(struct training *t, size_t micro)
 
 static void open_training(struct training *t, size_t capacity, size_t micro)
 {
-    *t = (struct training){.device = open_device()};
+    *t = (struct training){.failed = false};
+    check(behind_open(&t->device, WHOLE, PAGE_BYTES));
     check(rebatch_device_set_capacity(t->device, capacity));
     check(rebatch_pool_create(&t->pool, t->device, NULL));
     open_session(t, micro);
@@ -420,49 +363,9 @@ static void take_from(size_t micro, size_t left_bytes, bool within)
     close_training(&t);
 }
 
-static uint64_t peak_of(size_t micro)
-{
-    struct training t;
-    rebatch_step_report report;
-    open_training(&t, WHOLE, micro);
-    for (size_t i = 0; i < 2; i++)
-        check(rebatch_step(t.rb, &ops, BATCH, &t, &report));
-    const uint64_t peak = stats_of(&t).live_peak_bytes;
-    close_training(&t);
-    return peak;
-}
-
-/* Somebody takes memory between two steps, after the cache was given back: all but little more than
- * a step with micro-batches of `to` needs. */
-static void take_all_but(size_t micro, size_t to, unsigned permille)
-{
-    struct training t;
-    char name[64];
-    const size_t left_bytes = (size_t)(peak_of(to) / 1000 * permille);
-    open_training(&t, WHOLE, micro);
-    rebatch_step_report report;
-    for (size_t i = 0; i < STEPS; i++)
-        check(rebatch_step(t.rb, &ops, BATCH, &t, &report));
-    check(rebatch_pool_trim(t.pool, 0, NULL));
-    check(rebatch_device_set_capacity(t.device, left_bytes));
-    snprintf(name, sizeof name, "%zu, all but %.2f of %zu's peak", micro, permille / 1e3, to);
-    run_steps(&t, name, STEPS);
-    close_training(&t);
-}
-
-static void run_tight(size_t micro, unsigned permille)
-{
-    struct training t;
-    char name[64];
-    open_training(&t, (size_t)(peak_of(micro) / 1000 * permille), micro);
-    snprintf(name, sizeof name, "micro-batch %zu in %.2f of its peak", micro, permille / 1e3);
-    run_steps(&t, name, STEPS);
-    close_training(&t);
-}
-
 int main(int count, char **arguments)
 {
-    lag = count > 1 ? strtoull(arguments[1], NULL, 10) : 0;
+    behind.lag = count > 1 ? strtoull(arguments[1], NULL, 10) : 0;
     printf("%-34s %5s %4s %7s %7s %7s %8s  ms in the driver, by step\n", "first step", "micro",
            "OOMs", "creates", "pieces", "unmaps", "releases");
     begin_cold(16);
@@ -473,10 +376,5 @@ int main(int count, char **arguments)
     take_from(32, 21 * GIB, false);
     take_from(32, 21 * GIB, true);
     take_from(16, 4 * GIB, false);
-    take_all_but(16, 2, 1010);
-    take_all_but(16, 4, 1010);
-    for (size_t micro = 2; micro <= 16; micro *= 2)
-        run_tight(micro, 1020);
-    run_tight(16, 1050);
     return 0;
 }

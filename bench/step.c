@@ -1,9 +1,9 @@
 /* What wrapping a step costs when memory never runs out: nanoseconds a micro-batch, and heap calls.
  * The callbacks do nothing, so all the time is the wrap's own. */
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "base/base.h"
+#include "measure.h"
 #include "rebatch/rebatch.h"
 
 enum { MICROBATCHES = 64, STEPS = 4000, RUNS = 9 };
@@ -29,13 +29,6 @@ static rebatch_status optimizer_step(void *user)
     (void)user;
     rebatch_mutating(rb);
     return REBATCH_OK;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a;
-    const double y = *(const double *)b;
-    return (x > y) - (x < y);
 }
 
 static rebatch_status run_steps(int steps)
@@ -73,11 +66,11 @@ int main(void)
         fprintf(stderr, "bench-step: %s\n", rebatch_last_error());
         return 1;
     }
-    qsort(ns, RUNS, sizeof *ns, by_value);
+    const double median = measure_median(ns, RUNS);
     printf("%d runs of %d steps of %d micro-batches, callbacks empty; ns a micro-batch: "
            "min %.1f, median %.1f, max %.1f\n",
-           RUNS, STEPS, MICROBATCHES, ns[0], ns[RUNS / 2], ns[RUNS - 1]);
-    printf("step: ns_per_microbatch=%.0f heap_calls=%llu\n", ns[RUNS / 2],
+           RUNS, STEPS, MICROBATCHES, ns[0], median, ns[RUNS - 1]);
+    printf("step: ns_per_microbatch=%.0f heap_calls=%llu\n", median,
            (unsigned long long)(rbi_heap_calls() - heap_calls));
     rebatch_close(rb);
     rebatch_device_close(device);

@@ -3,9 +3,9 @@
  * rebatch/mpi.h, also the vote alone, beside a bare MPI_Allreduce of the same words, and an
  * MPI_Iallreduce, which can be waited for with a timeout. */
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "base/base.h"
+#include "measure.h"
 #ifdef VOTE_MPI
 #include "rebatch/mpi.h"
 #endif
@@ -112,13 +112,6 @@ static void step_together(void)
 
 /* ---- measuring ---- */
 
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a;
-    const double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 /* Nanoseconds a vote, of which a call makes two, the median of RUNS. */
 static double measure(void (*run)(void))
 {
@@ -133,8 +126,7 @@ static double measure(void (*run)(void))
         if (i >= 0)
             ns[i] = (double)(rbi_now_ns() - began) / (2 * STEPS);
     }
-    qsort(ns, RUNS, sizeof *ns, by_value);
-    return ns[RUNS / 2];
+    return measure_median(ns, RUNS);
 }
 
 int main(int count, char **arguments)

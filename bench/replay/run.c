@@ -4,8 +4,8 @@
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "../measure.h"
 #include "rebatch/cuda.h"
 #include "replay.h"
 
@@ -19,7 +19,7 @@
 #define WARM_OPS ((size_t)1 << 24)
 #define THIRD 3
 /* Samples end after so long: of a trace that takes seconds there are fewer, one at least. */
-#define SAMPLES_MOST_NS 10e9
+#define SAMPLES_MOST_S 10
 #define REPORT_BYTES 4096
 #define SNAPSHOT_EVENTS 100000
 
@@ -273,33 +273,19 @@ static bool find_smallest(struct replay_result *result, const struct trace *trac
 
 /* ---- time ---- */
 
-static double now_ns(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec * 1e9 + (double)time.tv_nsec;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a;
-    const double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 /* Runs the trace and the frees at its end, `times` over: nanoseconds a pair. */
 static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct trace *trace,
                              size_t times)
 {
     size_t at;
     rebatch_status status = REBATCH_OK;
-    const double began = now_ns();
+    const double began = measure_seconds();
     for (size_t i = 0; i < times && !status; i++) {
         (void)rebatch_pool_mark(rig->pool, 1); /* each repetition is a phase */
         status = run_ops(&at, rig, trace, trace->closed_count);
     }
     (void)rebatch_pool_mark(rig->pool, 0);
-    *ns_per_pair = (now_ns() - began) / ((double)times * (double)trace->allocations);
+    *ns_per_pair = 1e9 * (measure_seconds() - began) / ((double)times * (double)trace->allocations);
     return status;
 }
 
@@ -343,8 +329,8 @@ static rebatch_status sample_warm(double *samples, unsigned *taken, struct repla
     if (!status)
         status = sample(&samples[0], &rig, trace, 1);
     result->warm_driver_ns = driver_ns(&rig) - before;
-    const double began = now_ns();
-    while (*taken < settings->repeat && !status && now_ns() - began < SAMPLES_MOST_NS)
+    const double began = measure_seconds();
+    while (*taken < settings->repeat && !status && measure_seconds() - began < SAMPLES_MOST_S)
         status = sample(&samples[(*taken)++], &rig, trace, times);
     if (status != REBATCH_OOM)
         (void)say_status(trace, status);
@@ -358,8 +344,8 @@ static rebatch_status sample_fresh(double *samples, unsigned *taken, const struc
 {
     *taken = 0;
     rebatch_status status = REBATCH_OK;
-    const double began = now_ns();
-    while (*taken < settings->repeat && !status && now_ns() - began < SAMPLES_MOST_NS) {
+    const double began = measure_seconds();
+    while (*taken < settings->repeat && !status && measure_seconds() - began < SAMPLES_MOST_S) {
         struct rig rig;
         status = open_rig(&rig, trace, settings);
         if (status)
@@ -387,8 +373,7 @@ static bool measure_time(struct replay_result *result, const struct trace *trace
                 trace->path);
         status = sample_fresh(samples, &taken, trace, settings);
     }
-    qsort(samples, taken, sizeof *samples, by_value);
-    result->ns_per_pair = samples[taken / 2];
+    result->ns_per_pair = measure_median(samples, taken);
     free(samples);
     return status == REBATCH_OK;
 }
