@@ -162,6 +162,27 @@ void rbi_size_set(rebatch *rb, size_t size)
         rb->sizes.micro = size;
 }
 
+size_t rbi_size_now(const rebatch *rb)
+{
+    return rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
+}
+
+size_t rbi_size_allowed(const rebatch *rb, size_t size)
+{
+    return rb->run.by_cost ? size : rbi_round_size(&rb->options, size);
+}
+
+bool rbi_size_is_cut(const rebatch *rb)
+{
+    return rb->run.by_cost ? rb->run.cut.by_budget
+                           : rbi_size_now(rb) < rbi_micro_upper(rb, rb->run.batch);
+}
+
+bool rbi_size_can_shrink(const rebatch *rb, size_t samples)
+{
+    return rbi_round_size(&rb->options, samples - 1) > 0;
+}
+
 size_t rbi_size_get(const rebatch *rb)
 {
     return rb->run.cut.size;

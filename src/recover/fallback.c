@@ -1,5 +1,5 @@
 /* Owns the fallback stages after an OOM: once more, smaller, lighter, nothing left.
- * Must not know how callbacks run. */
+ * Must not know how callbacks run, nor how much smaller. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -28,7 +28,7 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
     const struct rbi_failure *failure = &rb->run.ooms.failure;
     if (rb->run.ooms.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
-    const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
+    const bool can_shrink = mb && rbi_size_can_shrink(rb, mb->count);
     if (can_shrink && rbi_learn_goes_by_meter(rb))
         return false; /* nothing was in the way */
     if (can_shrink && (failure->is_injected || rb->run.ooms.retries >= MOST_RETRIES ||
@@ -36,64 +36,6 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
         return false; /* with a full device a smaller micro-batch would be next */
     return failure->need_bytes ? failure->need_bytes <= failure->available_bytes
                                : failure->released_bytes > 0;
-}
-
-/* Less than a prediction that did not hold, by as much as was missing and a sixteenth at least: a
- * model is rarely far off. */
-static size_t refit(const rebatch *rb, size_t failed)
-{
-    rbi_assert(failed > 0);
-    const struct rbi_failure *failure = &rb->run.ooms.failure;
-    size_t size = failed - rbi_max(failed / 16, 1);
-    if (failure->need_bytes > failure->available_bytes)
-        size = rbi_min(size, rbi_saturate((double)failed * (double)failure->available_bytes /
-                                          (double)failure->need_bytes));
-    return rb->run.by_cost ? size : rbi_round_size(&rb->options, size);
-}
-
-/* A micro-batch that ran out of memory, or would have, at a cost from which the session learns. */
-static bool failed_by_cost(const rebatch *rb)
-{
-    const rebatch_phase phase = rb->run.ooms.failure.phase;
-    return rb->run.by_cost && rbi_is_on(rb->options.learn) &&
-           (phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_BACKWARD ||
-            phase == REBATCH_PHASE_ADMISSION);
-}
-
-/* A memory model says enough of other sizes, and so do those through which learning came to a size:
- * by cost, or by a meter to one at which steps have run. They are below it and near. Sizes that
- * merely ran do not. `previous`: the size before the growth to the one that failed; 0: steps have
- * run at that one. */
-static bool goes_by_prediction(const rebatch *rb, size_t previous)
-{
-    const bool was_approached =
-        failed_by_cost(rb) || (rbi_is_on(rb->options.learn) && rbi_meter_is_set(rb) && !previous);
-    return rb->options.on_oom == REBATCH_ON_OOM_FIT ||
-           (rb->options.on_oom == REBATCH_ON_OOM_DEFAULT &&
-            (was_approached || rbi_need_has_model(rb, rb->lighten)));
-}
-
-/* What an OOM is answered with, before anything is changed. */
-struct smaller {
-    bool exists;
-    size_t size;   /* in cost where the step has one, else in samples */
-    size_t fitted; /* as in struct rbi_run_ooms, from here on */
-    bool refitted;
-};
-
-/* The largest size that is predicted to fit in what there is now; 0 when that is not to be known.
- * Two predictions in a row that did not hold show that they are not to be had here. */
-static size_t predict(struct smaller *next, const rebatch *rb, size_t failed, size_t previous)
-{
-    const bool was_predicted = failed == next->fitted;
-    if (!goes_by_prediction(rb, previous) || (was_predicted && next->refitted))
-        return 0;
-    const size_t available = rb->run.ooms.failure.available_bytes;
-    next->fitted = was_predicted ? refit(rb, failed) : rbi_need_largest(rb, failed - 1, available);
-    if (failed_by_cost(rb)) /* a line through costs is rough near the one that failed */
-        next->fitted = rbi_min(next->fitted, refit(rb, failed));
-    next->refitted = was_predicted;
-    return next->fitted;
 }
 
 /* The samples that are to become fewer; 0: no matter how few, it does not help. Smaller buffers
@@ -114,43 +56,15 @@ static size_t cost_to_lower(const rebatch *rb)
                : rbi_max(rb->run.cut.size, rb->run.cut.most_cost);
 }
 
-static struct smaller choose_smaller(const rebatch *rb, const rebatch_microbatch *mb)
-{
-    const struct rbi_run_ooms *ooms = &rb->run.ooms;
-    struct smaller next = {.fitted = ooms->fitted, .refitted = ooms->refitted};
-    const size_t count = samples_of(rb, mb);
-    if (!count || rb->options.on_oom == REBATCH_ON_OOM_STOP)
-        return next;
-    if (rbi_round_size(&rb->options, count - 1) == 0)
-        return next; /* nothing smaller is allowed */
-    next.exists = true;
-    /* What an update needs is in no prediction of micro-batches. */
-    const bool is_sized = mb || ooms->failure.phase == REBATCH_PHASE_RESIZE;
-    const size_t size = rb->run.by_cost ? cost_to_lower(rb) : count;
-    const size_t previous = rbi_growth_previous(rb, size);
-    const size_t predicted = is_sized ? predict(&next, rb, size, previous) : 0;
-    if (rb->run.by_cost) { /* always less than before, also where cost falls with the samples */
-        const size_t less =
-            predicted ? predicted : rbi_max(rbi_min(size, rb->sizes.budget) / 2, previous);
-        next.size = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
-        return next;
-    }
-    const size_t half = rbi_round_size(&rb->options, rbi_max(count / 2, previous));
-    next.size = predicted ? predicted : half ? half : rbi_round_size_up(&rb->options, 1);
-    rbi_assert(next.size > 0 && next.size < count);
-    return next;
-}
-
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 {
     rbi_cut_survey(rb); /* the step may not have come to it */
-    const struct smaller next = choose_smaller(rb, mb);
-    if (!next.exists)
+    const size_t count = samples_of(rb, mb);
+    if (!count || rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_size_can_shrink(rb, count))
         return false;
-    rb->sizes.growth.previous = 0;
-    rb->run.ooms.fitted = next.fitted;
-    rb->run.ooms.refitted = next.refitted;
-    *(rb->run.by_cost ? &rb->sizes.budget : &rb->sizes.micro) = next.size;
+    const bool is_sized = mb || rb->run.ooms.failure.phase == REBATCH_PHASE_RESIZE;
+    rbi_size_set(rb, rbi_next_size(rb, is_sized ? RBI_AFTER_OOM : RBI_AFTER_OOM_ELSEWHERE,
+                                   rb->run.by_cost ? cost_to_lower(rb) : count));
     return true;
 }
 

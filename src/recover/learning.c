@@ -72,14 +72,37 @@ static bool has_run(const rebatch *rb)
     return rb->sizes.known[rb->sizes.known_last].size != 0;
 }
 
-/* Twice as much as ran, when that is predicted to fit; 0: it is not. */
-static size_t choose_double(rebatch *rb)
+bool rbi_learn_goes_by_meter(const rebatch *rb)
 {
-    const size_t size = rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
-    if (!has_run(rb))
+    const struct rbi_learning *learning = &rb->sizes.learning;
+    return rbi_learn_is_on(learning) && !learning->tuner.user && rbi_meter_is_set(rb) &&
+           !rb->run.by_cost;
+}
+
+/* A step in which the allocator returns cached memory to serve a request is squeezed. Memory may
+ * settle; after SQUEEZED_MOST such steps in a row there is no room left. */
+#define SQUEEZED_MOST 3
+
+/* From below: the size that is in force where that has not run yet, or no whole step has; 0: no
+ * other in this step. After a step `left` is 0. Before the first micro-batch of a step gradients
+ * are not there yet, which the others find. */
+static size_t approach(rebatch *rb, size_t left)
+{
+    struct rbi_learning *learning = &rb->sizes.learning;
+    const size_t size = rbi_size_now(rb);
+    if (left == rb->run.batch || learning->fresh != size)
         return size;
-    const size_t larger = rbi_growth_larger(rb);
-    return larger > size ? larger : 0;
+    const size_t next = learning->failed ? 0 : rbi_next_size(rb, RBI_FOLLOWS_LINE, size);
+    if (left)
+        return next <= left ? next : size;
+    if (next)
+        return next;
+    if (learning->begun != size || rb->run.report.ooms)
+        return size;
+    if (rb->run.meter.retries)
+        return ++learning->squeezed < SQUEEZED_MOST ? size : 0;
+    learning->squeezed = 0;
+    return rbi_next_size(rb, RBI_LEAVES_LINE, size);
 }
 
 /* In the first step a tuner takes no more memory than what is left needs. Without one an OOM leads
@@ -90,8 +113,12 @@ static size_t choose(rebatch *rb, size_t left)
     size_t size = ask_tuner(rb, learning->has_stepped ? 0 : left);
     if (learning->tuner.user)
         return size;
-    size = rbi_learn_goes_by_meter(rb) ? rbi_learn_by_meter_next(rb, left) : choose_double(rb);
-    if (size > (rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch)))
+    const size_t now = rbi_size_now(rb);
+    if (rbi_learn_goes_by_meter(rb))
+        size = approach(rb, left);
+    else
+        size = has_run(rb) ? rbi_next_size(rb, RBI_GROWS, now) : now;
+    if (size > now)
         rbi_growth_keep_previous(rb);
     return size;
 }
@@ -106,8 +133,10 @@ static size_t largest_found(const rebatch *rb)
 /* Whether a micro-batch has run and its meter has measured nothing. */
 static bool is_blind(const rebatch *rb)
 {
+    const size_t size = rbi_size_now(rb);
     return rb->run.by_cost ? rbi_meter_is_set(rb) && rb->run.report.learned && !has_run(rb)
-                           : rbi_learn_by_meter_is_blind(rb);
+                           : rbi_learn_goes_by_meter(rb) && rb->sizes.learning.fresh == size &&
+                                 !rbi_need_has_run(rb, size);
 }
 
 void rbi_learn_choose(rebatch *rb, size_t left)
@@ -168,8 +197,27 @@ void rbi_learn_begin(rebatch *rb, size_t count)
         learning->attempt = RBI_ATTEMPT_WATCHED;
         learning->tuner.begin(learning->tuner.user, count);
     }
-    if (rbi_learn_goes_by_meter(rb))
-        rbi_learn_by_meter_begin(rb, count);
+    if (!rbi_learn_goes_by_meter(rb) || learning->chosen != count || learning->fresh == count)
+        return;
+    learning->attempt = RBI_ATTEMPT_FRESH;
+    learning->fresh = count;
+    (void)rbi_memory_release(rb);
+}
+
+/* What is available differs by less from step to step. */
+#define NOTICEABLE 64
+
+/* One that was to be learned from ran out of memory: false when learning is of no more use. A
+ * second OOM tells of something else than the size. */
+static bool fail_by_meter(rebatch *rb, size_t count)
+{
+    struct rbi_learning *learning = &rb->sizes.learning;
+    const uint64_t available = rb->run.ooms.failure.available_bytes;
+    const bool is_first = !learning->failed;
+    learning->failed = count;
+    /* Growth is not to try it again with as much, whatever the figures say of it. */
+    rbi_need_learn_least(rb, count, rbi_saturate((double)available * (1 + 1.0 / NOTICEABLE)));
+    return is_first;
 }
 
 /* `is_of_use`: what it has failed with tells learning something. */
@@ -203,9 +251,8 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
         learning->tuner.failed(learning->tuner.user, count);
     }
     const bool approaches = rbi_learn_goes_by_meter(rb);
-    const bool is_of_use = approaches && status == REBATCH_OOM
-                               ? rbi_learn_by_meter_failed(rb, count)
-                               : learning->tuner.user != NULL;
+    const bool is_of_use = approaches && status == REBATCH_OOM ? fail_by_meter(rb, count)
+                                                               : learning->tuner.user != NULL;
     settle_after(rb, status, is_of_use);
 }
 
@@ -225,18 +272,9 @@ void rbi_learn_refused(rebatch *rb, size_t count)
 static bool is_done(const rebatch *rb)
 {
     const struct rbi_learning *learning = &rb->sizes.learning;
-    const size_t upper = rbi_micro_upper(rb, rb->run.batch);
     if (learning->tuner.user)
-        return learning->tuner.is_done(learning->tuner.user, upper);
-    return rb->run.by_cost ? rb->run.cut.by_budget : rbi_micro_size(rb, rb->run.batch) < upper;
-}
-
-/* Whether no larger size is to be had of this batch. */
-static bool is_whole(const rebatch *rb)
-{
-    return rb->run.by_cost
-               ? !rb->run.cut.by_budget
-               : rbi_micro_size(rb, rb->run.batch) == rbi_micro_upper(rb, rb->run.batch);
+        return learning->tuner.is_done(learning->tuner.user, rbi_micro_upper(rb, rb->run.batch));
+    return rbi_size_is_cut(rb);
 }
 
 bool rbi_learn_step_done(rebatch *rb)
@@ -249,7 +287,7 @@ bool rbi_learn_step_done(rebatch *rb)
         return false;
     }
     if (learning->state == RBI_LEARN_WAITS) {
-        if (is_whole(rb))
+        if (!rbi_size_is_cut(rb))
             return true;
         rbi_learn_stop(rb); /* what was found when there was less memory is growth's to better */
         return false;

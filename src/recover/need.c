@@ -318,34 +318,10 @@ bool rbi_need_can_choose(const rebatch *rb)
     return (rb->run.by_cost || rbi_meter_is_set(rb)) && upper_line(rb, rb->lighten, LIVE).is_fitted;
 }
 
-static bool is_predicted_to_fit(const rebatch *rb, size_t size, uint64_t available_bytes)
+size_t rbi_need_known_from(const rebatch *rb)
 {
-    uint64_t need;
-    return rbi_need_predict(&need, rb, size, rb->lighten) &&
-           need - rbi_min(need, rbi_need_held(rb, size)) <= available_bytes;
-}
-
-size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes)
-{
-    const rebatch_options *limits = &rb->options;
-    size_t least = rb->run.by_cost ? 1 : rbi_round_size_up(limits, 1);
-    if (!rb->run.by_cost && !rbi_need_has_model(rb, rb->lighten)) {
-        const size_t from = upper_line(rb, rb->lighten, LIVE).from;
-        if (!from)
-            return 0;
-        least = rbi_max(least, from); /* nothing is known of what is below it */
-    }
-    if (least > most || !is_predicted_to_fit(rb, least, available_bytes))
-        return 0;
-    size_t fits = least;
-    while (fits < most) {
-        const size_t middle = fits + (most - fits + 1) / 2;
-        if (is_predicted_to_fit(rb, middle, available_bytes))
-            fits = middle;
-        else
-            most = middle - 1;
-    }
-    return rb->run.by_cost ? fits : rbi_round_size(limits, fits);
+    const bool is_any = rb->run.by_cost || rbi_need_has_model(rb, rb->lighten);
+    return is_any ? 1 : upper_line(rb, rb->lighten, LIVE).from;
 }
 
 void rbi_need_set_model(rebatch *rb, const struct rbi_memory_model *model)

@@ -49,6 +49,17 @@ size_t rbi_memory_release(rebatch *rb);
 /* The size that the next micro-batch begins with. */
 size_t rbi_micro_size(const rebatch *rb, size_t batch);
 
+/* ---- sizes, in cost where the step has one, else in samples (cost.c) ---- */
+
+/* That is in force. */
+size_t rbi_size_now(const rebatch *rb);
+/* Of at most `size`; 0: none. By cost any is. */
+size_t rbi_size_allowed(const rebatch *rb, size_t size);
+/* Whether a larger size would make a difference to the batch. */
+bool rbi_size_is_cut(const rebatch *rb);
+/* Whether fewer samples are allowed. */
+bool rbi_size_can_shrink(const rebatch *rb, size_t samples);
+
 /* ---- cutting (cost.c) ---- */
 
 /* How many samples the micro-batch has that begins with `first`. */
@@ -130,9 +141,8 @@ bool rbi_need_has_run(const rebatch *rb, size_t size);
 bool rbi_need_has_model(const rebatch *rb, unsigned lighten);
 /* Whether a size can be chosen by prediction: there is that model, or enough ran by cost. */
 bool rbi_need_can_choose(const rebatch *rb);
-/* The largest allowed size of at most `most` that is predicted to find its memory in
- * `available_bytes`; 0 when none is, or nothing is known. */
-size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
+/* The least size of which a prediction says something; 0: nothing is known. */
+size_t rbi_need_known_from(const rebatch *rb);
 
 /* Nothing is known any more of sizes that ran. */
 void rbi_need_forget(rebatch *rb);
@@ -140,6 +150,52 @@ void rbi_need_forget(rebatch *rb);
 void rbi_sizes_forget(struct rbi_sizes *sizes);
 /* The memory model was wrong about its level: it is not asked any longer. */
 void rbi_need_refute_model(rebatch *rb);
+
+/* ---- which size comes next (next_size.c) ---- */
+
+/* Sizes are allowed by the limits; by cost any is. A size "fits" when it is predicted to find its
+ * memory now (need.c), beside what is held for it.
+ *
+ *   who asks                        | the next size
+ *   --------------------------------|---------------------------------------------------------
+ *   GROWS: clean steps; learning    | the largest that fits, at most double without a model,
+ *     without tuner or meter        |   halfway to what failed with as much memory, and to what
+ *                                   |   whole steps do not fit; nothing known: double
+ *   OVERRULES: clean steps, against | double
+ *     a prediction                  |
+ *   FOLLOWS_LINE: learning by meter | as GROWS; short of double a quarter less far
+ *   LEAVES_LINE: the same, where    | after an OOM halfway to what failed, if that is an eighth
+ *     that gives none               |   away; else a 32nd more, if its bytes in use fit
+ *   AFTER_OOM in what depends on    | the largest below that fits; less than one that was
+ *     the size                      |   predicted, a 16th at least; the one before the last
+ *                                   |   growth, if larger than half; half
+ *   AFTER_OOM_ELSEWHERE: an update  | the same, without what is predicted
+ *   THRASHES                        | a quarter less
+ *   HALVES: an update that the host | half
+ *     has served                    |
+ *
+ * A tuner has rules of its own (probe/choose.c). Where nothing has run yet: the whole batch,
+ * micro_start, or with learning the smallest size. */
+enum rbi_why {
+    RBI_GROWS,
+    RBI_OVERRULES,
+    RBI_FOLLOWS_LINE,
+    RBI_LEAVES_LINE,
+    RBI_AFTER_OOM,
+    RBI_AFTER_OOM_ELSEWHERE,
+    RBI_THRASHES,
+    RBI_HALVES
+};
+
+/* What comes after `size`. Who wants a larger one gets 0 where there is none; who wants a smaller
+ * one gets the smallest, by cost perhaps 0. After an OOM, what was predicted is noted in
+ * rb->run.ooms, and growth's previous size is forgotten. */
+size_t rbi_next_size(rebatch *rb, enum rbi_why why, size_t size);
+/* The largest allowed size of at most `most` that fits in `available_bytes`; 0 when none does, or
+ * nothing is known. */
+size_t rbi_size_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
+/* Whether nothing tells that it does not fit. */
+bool rbi_size_may_fit(const rebatch *rb, size_t size, unsigned lighten);
 
 /* ---- thrashing (thrashing.c) ---- */
 
@@ -177,16 +233,11 @@ struct rbi_growth {
 };
 
 /* At the end of a step that succeeded. */
-void rbi_growth_step_done(rebatch *rb, size_t batch);
+void rbi_growth_step_done(rebatch *rb);
 /* Whether a growth against a prediction is on trial, by which no attempt is to be refused then. */
 bool rbi_growth_overrules(const rebatch *rb);
-/* A larger size that has room; the same where there is none. */
-size_t rbi_growth_larger(rebatch *rb);
 /* The size has run, and is about to grow: an OOM may lead back to it. */
 void rbi_growth_keep_previous(rebatch *rb);
-/* The size before the last growth, where it is less than the `failed` one, and nothing tells that
- * it does not fit; 0: none. Who goes by it sets sizes.growth.previous to 0. */
-size_t rbi_growth_previous(const rebatch *rb, size_t failed);
 /* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
  * steps count anew. */
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
@@ -234,7 +285,7 @@ struct rbi_learning {
     unsigned lighten; /* the level when it began */
     struct rbi_tuner tuner;
 
-    /* by a meter (learn_by_meter.c) */
+    /* by a meter */
     size_t begun;      /* the size with which the step that runs began */
     size_t fresh;      /* the size that ran so last */
     size_t failed;     /* the size that ran out of memory; 0: none did */
@@ -246,17 +297,8 @@ static inline bool rbi_learn_is_on(const struct rbi_learning *learning)
     return learning->state != RBI_LEARN_OFF;
 }
 
-/* Whether sizes approach the largest from below, by a meter's figures (learn_by_meter.c). */
+/* Whether sizes approach the largest from below, by a meter's figures. */
 bool rbi_learn_goes_by_meter(const rebatch *rb);
-/* The size that is to run next, of `left` samples; the one that is in force where that has not run
- * yet; 0: no other in this step. After a step `left` is 0. */
-size_t rbi_learn_by_meter_next(rebatch *rb, size_t left);
-/* Whether a micro-batch ran, and the meter had no figures of it. */
-bool rbi_learn_by_meter_is_blind(const rebatch *rb);
-/* A micro-batch of that size comes next. */
-void rbi_learn_by_meter_begin(rebatch *rb, size_t count);
-/* One that was to be learned from ran out of memory: false when learning is of no more use. */
-bool rbi_learn_by_meter_failed(rebatch *rb, size_t count);
 /* The session begins to learn from `tuner`, which it takes over. */
 void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner);
 /* A step begins. */

@@ -70,7 +70,7 @@ void rbi_resize_begin_step(rebatch *rb)
 
 uint64_t rbi_resize_excess(const rebatch *rb)
 {
-    const bool can_shrink = is_there(rb) && rbi_round_size(&rb->options, rb->buffers.size - 1) > 0;
+    const bool can_shrink = is_there(rb) && rbi_size_can_shrink(rb, rb->buffers.size);
     return can_shrink ? rbi_min(rbi_pool_over_limit(rb->pool), rb->buffers.bytes) : 0;
 }
 

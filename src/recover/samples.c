@@ -41,7 +41,7 @@ void rbi_samples_cut(rebatch *rb)
 
 rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
 {
-    const bool is_last_resort = rbi_round_size(&rb->options, mb->count - 1) == 0;
+    const bool is_last_resort = !rbi_size_can_shrink(rb, mb->count);
     if (!rbi_session_admits(rb) || is_last_resort || rb->run.ooms.retried_same ||
         rbi_growth_overrules(rb))
         return REBATCH_OK;
@@ -110,7 +110,7 @@ void rbi_samples_succeeded(rebatch *rb)
     rbi_thrashing_end(rb, count, rb->sizes.known[rb->sizes.known_last].bytes);
     rb->run.ooms.retried_same = false;
     if (rb->run.samples_callback == RBI_MAP)
-        rbi_growth_step_done(rb, rb->run.batch);
+        rbi_growth_step_done(rb);
     progress->attempt_ns = rbi_now_ns();
 }
 

@@ -235,7 +235,7 @@ static void succeed(rebatch *rb)
     else if (!rbi_learn_step_done(rb)) {
         rb->run.most = SIZE_MAX; /* another rank's memory bounds the step, not the growth */
         rbi_parts_begin(rb);
-        rbi_growth_step_done(rb, rb->run.batch);
+        rbi_growth_step_done(rb);
     }
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,
                            .batch = rb->run.batch,

@@ -50,32 +50,19 @@ void rbi_thrashing_restart(rebatch *rb)
     rbi_thrashing_begin(rb);
 }
 
-/* A quarter less, or what is allowed. */
-static void shrink(rebatch *rb)
-{
-    if (rb->run.by_cost) {
-        const size_t budget = rbi_min(rb->sizes.budget, rb->sizes.thrashing.largest);
-        rb->sizes.budget = budget - (budget / 4 + (budget < 4));
-        return;
-    }
-    const size_t micro = rbi_micro_size(rb, rb->run.batch);
-    const size_t less = rbi_round_size(&rb->options, micro - (micro + 3) / 4);
-    rb->sizes.micro = less ? less : rbi_round_size_up(&rb->options, 1);
-    rbi_assert(rb->sizes.micro > 0 && rb->sizes.micro < micro);
-}
-
 bool rbi_thrashing_step_done(rebatch *rb)
 {
     const struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
     if (thrashing->row < THRASHING_ROW || rb->run.report.thrashed < rb->run.report.microbatches ||
-        rbi_round_size(&rb->options, thrashing->most_samples - 1) == 0 ||
+        !rbi_size_can_shrink(rb, thrashing->most_samples) ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return false;
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_THRASHING);
     size_t available = 0;
     (void)rbi_available(&available, rb);
     rbi_growth_set_back(rb, available);
-    shrink(rb);
+    const size_t ran = rb->run.by_cost ? thrashing->largest : SIZE_MAX;
+    rbi_size_set(rb, rbi_next_size(rb, RBI_THRASHES, rbi_min(rbi_size_now(rb), ran)));
     rb->sizes.thrashing.row = 0;
     rbi_event_end(&event, rb);
     rbi_event_emit(rb, &event);

@@ -29,13 +29,11 @@ bool rbi_overflow_serves(const rebatch *rb, size_t bytes)
 }
 
 /* What the next step needs at least: that of half the micro-batch, to which it then falls. */
-static size_t bytes_to_keep(const rebatch *rb)
+static size_t bytes_to_keep(rebatch *rb)
 {
     uint64_t bytes;
-    const size_t size = rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
-    const size_t least = rb->run.by_cost ? 1 : rbi_round_size_up(&rb->options, 1);
-    size_t half = rb->run.by_cost ? size / 2 : rbi_round_size(&rb->options, size / 2);
-    half = rbi_max(half, least);
+    const size_t size = rbi_size_now(rb);
+    const size_t half = rbi_max(rbi_next_size(rb, RBI_HALVES, size), 1);
     if (half < size && rbi_need_predict(&bytes, rb, half, rb->lighten))
         return rbi_min(bytes, SIZE_MAX);
     if (!rbi_need_predict(&bytes, rb, size, rb->lighten))

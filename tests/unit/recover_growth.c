@@ -75,7 +75,7 @@ Test(recover_growth, what_has_no_room_is_followed_by_half_as_much)
         {false, 1, 8, 40, 36, 2, 1}, /* 64 36; 36 */
         {false, 1, 8, 20, 15, 4, 1}, /* 64 36 22 15; 15 */
         {false, 8, 8, 20, 16, 3, 1}, /* 64 32 16, multiples; 16 */
-        {false, 8, 8, 8, 8, 3, 0},   /* 64 32 16, and nothing larger */
+        {false, 8, 8, 8, 0, 3, 0},   /* 64 32 16, and nothing larger */
         {true, 1, 8, 20, 15, 4, 1},  /* a budget */
     };
     rebatch_device *device;
@@ -83,11 +83,11 @@ Test(recover_growth, what_has_no_room_is_followed_by_half_as_much)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct dry_runs runs = {.most = cases[i].most};
         rebatch *rb = open_at(device, cases[i].multiple, cases[i].size, cases[i].by_cost, &runs);
-        const size_t larger = rbi_growth_larger(rb);
+        const size_t larger = rbi_next_size(rb, RBI_GROWS, cases[i].size);
         cr_assert_eq(larger, cases[i].larger, "case %zu: %zu", i, larger);
         cr_assert_eq(runs.asked, cases[i].asked, "case %zu: %u asked", i, runs.asked);
         runs.asked = 0;
-        const size_t again = rbi_growth_larger(rb);
+        const size_t again = rbi_next_size(rb, RBI_GROWS, cases[i].size);
         cr_assert_eq(again, cases[i].larger, "case %zu: then %zu", i, again);
         cr_assert_eq(runs.asked, cases[i].asked_again, "case %zu: then %u asked", i, runs.asked);
         close_at(rb);
@@ -108,7 +108,7 @@ Test(recover_growth, a_growth_that_failed_is_followed_by_half_as_much)
         {false, false, 8, 64, CAPACITY_BYTES, 36},
         {false, false, 8, 65, CAPACITY_BYTES, 64},
         {false, false, 8, 20, CAPACITY_BYTES, 14},
-        {false, false, 8, 4, CAPACITY_BYTES, 8},
+        {false, false, 8, 4, CAPACITY_BYTES, 0},
         {false, false, 8, 64, 0, 64},
         {false, true, 8, 64, CAPACITY_BYTES, 64},
         {true, true, 8, 64, CAPACITY_BYTES, 36},
@@ -122,7 +122,29 @@ Test(recover_growth, a_growth_that_failed_is_followed_by_half_as_much)
         rb->sizes.growth.failed_size = cases[i].failed;
         rb->sizes.growth.failed_by_cost = cases[i].failed_by_cost;
         rb->sizes.growth.failed_available = cases[i].failed_available;
-        const size_t larger = rbi_growth_larger(rb);
+        const size_t larger = rbi_next_size(rb, RBI_GROWS, cases[i].size);
+        cr_assert_eq(larger, cases[i].larger, "case %zu: %zu", i, larger);
+        close_at(rb);
+    }
+    rebatch_device_close(device);
+}
+
+/* What is known of double the size counts at the level in force: a map has no level to leave. */
+Test(recover_growth, double_the_size_grows_by_what_is_known_at_the_level_in_force)
+{
+    static const struct {
+        unsigned learned_at;
+        size_t larger;
+    } cases[] = {{1, 0}, {0, 16}};
+    rebatch_device *device;
+    cr_assert_eq(rebatch_device_open_host(&device, CAPACITY_BYTES, NULL), REBATCH_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rebatch *rb = open_at(device, 1, 8, false, NULL);
+        rbi_need_set_model(rb, NULL);
+        rb->lighten = cases[i].learned_at;
+        rbi_need_learn(rb, 16, 2 * CAPACITY_BYTES);
+        rb->lighten = 1;
+        const size_t larger = rbi_next_size(rb, RBI_GROWS, 8);
         cr_assert_eq(larger, cases[i].larger, "case %zu: %zu", i, larger);
         close_at(rb);
     }
@@ -155,7 +177,7 @@ Test(recover_growth, a_prediction_is_overruled_after_the_longest_wait)
         rbi_need_set_model(rb, &(struct rbi_memory_model){.need = none_above_eight});
         for (uint32_t clean = 1; clean <= steps; clean++) {
             cr_assert_eq(rbi_micro_size(rb, 64), 8, "wait %zu: %u clean steps", i, clean - 1);
-            rbi_growth_step_done(rb, 64);
+            rbi_growth_step_done(rb);
         }
         cr_assert_eq(rbi_micro_size(rb, 64), 16, "wait %zu: %u clean steps", i, steps);
         rebatch_close(rb);

@@ -89,7 +89,7 @@ Test(recover_need, the_largest_that_fits_may_be_the_only_one_asked_about)
     rebatch *rb = open_small(&device);
     rbi_need_learn(rb, 10, 1000);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const size_t largest = rbi_need_largest(rb, cases[i].most, cases[i].available);
+        const size_t largest = rbi_size_largest(rb, cases[i].most, cases[i].available);
         cr_assert_eq(largest, cases[i].largest, "case %zu: %zu", i, largest);
     }
     close_small(rb, device);
@@ -117,8 +117,8 @@ Test(recover_need, the_largest_may_be_less_than_ran_where_a_model_says_so)
         if (cases[i].has_model)
             rbi_need_set_model(
                 rb, &(struct rbi_memory_model){.need = hundred_each, .by_cost = cases[i].by_cost});
-        cr_assert_eq(rbi_need_largest(rb, 64, 1099), cases[i].largest, "case %zu", i);
-        cr_assert_eq(rbi_need_largest(rb, 64, 3099), 30, "case %zu", i);
+        cr_assert_eq(rbi_size_largest(rb, 64, 1099), cases[i].largest, "case %zu", i);
+        cr_assert_eq(rbi_size_largest(rb, 64, 3099), 30, "case %zu", i);
         close_small(rb, device);
     }
 }
