@@ -408,6 +408,58 @@ def test_what_a_program_decides_by_integers_is_computed(program):
     assert masked["micro"] == pytest.approx(plain["micro"], rel=0.01)
 
 
+# The loss of chosen words alone: by a mask of the host, by one that a kernel writes, or by slices.
+ROWS = """
+import sys
+import torch
+import rebatch.torch as rebatch
+
+words, head = torch.nn.Embedding(100, 256), torch.nn.Linear(256, 8192)
+model = torch.nn.ModuleDict({"words": words, "head": head}).cuda()
+tokens = torch.randint(0, 100, (8, 128))
+labels = tokens.clone()
+labels[:, 1::2] = -100
+
+
+def loss_fn(model, samples):
+    tokens, labels = (tensor.cuda() for tensor in samples)
+    hidden = model["words"](tokens)
+    kept = labels != -100
+    if sys.argv[1] == "slices":
+        hidden, labels = hidden[:, ::2].flatten(0, 1), labels[:, ::2].flatten()
+    else:
+        if sys.argv[1] == "scores":
+            kept &= hidden.sum(-1) > 0
+        hidden, labels = hidden[kept], labels[kept]
+    return torch.nn.functional.cross_entropy(model["head"](hidden), labels)
+
+
+rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)((tokens, labels))
+"""
+
+
+@on_standin
+def test_a_mask_of_the_host_selects_its_rows(program):
+    path = program(ROWS)
+    rows = [
+        found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable, path, how)[0]
+        for how in ("mask", "slices")
+    ]
+    assert rows[0]["micro"] > 100 and rows[0]["micro"] == pytest.approx(rows[1]["micro"], rel=0.01)
+
+
+@on_standin
+def test_a_mask_of_a_kernel_is_told_by_file_and_line(program):
+    path = program(ROWS)
+    done = fit("--gpu", "h100", "--memory", "2GiB", "--", sys.executable, path, "scores")
+    line = 1 + ROWS.splitlines().index("        hidden, labels = hidden[kept], labels[kept]")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        f"rebatch: {path}:{line}: a kernel would decide how large the result of index() is, and "
+        "none runs here: expected masks and counts that come from the host"
+    )
+
+
 @on_standin
 def test_options_of_the_step_bound_the_size(program):
     bounded = STEP.replace("loss_fn)", "loss_fn, micro_multiple_of=16, micro_largest=50)")

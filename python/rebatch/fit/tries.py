@@ -247,7 +247,7 @@ def _work(training: _Training, batch: Any, samples: int, request: _Request) -> T
         from rebatch.torch.allocator.install import install
 
         install()
-    with Integers():  # type: ignore[no-untyped-call]
+    with Integers():
         attempt = _Attempt(training, batch, samples, request.size, request.level)
         library.standin_peak(device.index or 0, True)
         torch.cuda.reset_peak_memory_stats(device)
@@ -303,6 +303,9 @@ def _try_in_copy(training: _Training, batch: Any, samples: int, request: _Reques
             "rebatch: the program ran a backward pass before its first Step: expected the Step's "
             "to be the first, since sizes are tried in copies of the process"
         )
+    kind, _, sentence = last.partition(": ")
+    if kind.endswith(f".{FitError.__name__}"):
+        raise FitError(sentence)
     raise FitError(
         f"rebatch: a micro-batch of {request.size} failed: {last}; kernels compute nothing here, "
         "so what is on the GPU is 0"

@@ -1,0 +1,175 @@
+"""rebatch fit on the stand-in for CUDA: integers and booleans of the host are computed there, sizes
+that they decide are right, and a size that only a kernel would know is refused."""
+
+import pathlib
+import re
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from rebatch.fit.error import FitError
+from rebatch.fit.integers import Integers
+
+pytestmark = pytest.mark.usefixtures("standin")
+
+TOKENS = torch.arange(24).reshape(4, 6) % 7 - 2
+MASK = TOKENS > 0
+LENGTHS = torch.tensor([6, 3, 5, 1])
+
+
+@pytest.fixture(autouse=True)
+def integers():
+    """What was in memory before is no result."""
+    for size in 512, 4096, 1 << 20:
+        torch.full((size // 8,), -(1 << 40), dtype=torch.int64).cuda()
+    with Integers():
+        yield
+
+
+def padding(lengths, width=6):
+    return torch.arange(width, device=lengths.device)[None] < lengths[:, None]
+
+
+# Of tokens, mask and lengths on one device: integers that a program decides by.
+COMPUTED = {
+    "nonzero": lambda t, m, n: torch.nonzero(m),
+    "where": lambda t, m, n: torch.stack(torch.where(m)),
+    "argwhere": lambda t, m, n: torch.argwhere(t),
+    "rows of a mask": lambda t, m, n: t[m],
+    "rows by bytes": lambda t, m, n: t[:, 0][m[:, 0].byte()],
+    "mask beside indices": lambda t, m, n: t[m[:, 1], 2],
+    "mask of a mask": lambda t, m, n: t[m][t[m] > 2],
+    "nested masks": lambda t, m, n: t[m & (t != 3) & ~padding(n)],
+    "masked_select": lambda t, m, n: torch.masked_select(t, m[:, :1]),
+    "labels": lambda t, m, n: t[t != -2],
+    "padding mask": lambda t, m, n: t[padding(n)],
+    "repeat_interleave": lambda t, m, n: torch.repeat_interleave(t, n, dim=0),
+    "segments of packed sequences": lambda t, m, n: torch.repeat_interleave(n),
+    "unique": lambda t, m, n: torch.unique(t),
+    "unique with counts": lambda t, m, n: torch.cat(torch.unique(t, return_counts=True)),
+    "unique rows": lambda t, m, n: torch.unique(t, dim=0),
+    "unique_consecutive": lambda t, m, n: torch.unique_consecutive(n),
+    "bincount": lambda t, m, n: torch.bincount(n, minlength=4),
+    "boundaries": lambda t, m, n: torch.nn.functional.pad(n.cumsum(0), (1, 0)),
+    "written by a mask": lambda t, m, n: t.clone().masked_fill_(m, 0)[~m],
+    "put by a mask": lambda t, m, n: put(t, m)[m],
+    "put by indices": lambda t, m, n: torch.zeros_like(n).index_put((n % 4,), n),
+    "filled slices": lambda t, m, n: filled(t, n),
+    "ones of floats": lambda t, m, n: torch.ones_like(t.float(), dtype=torch.bool).nonzero(),
+    "new of floats": lambda t, m, n: t.float().new_zeros(4, dtype=torch.long),
+    "copied over": lambda t, m, n: overwritten(t)[m],
+    "sort": lambda t, m, n: torch.sort(n, descending=True).indices,
+    "one_hot": lambda t, m, n: torch.nn.functional.one_hot(n, 7).nonzero(),
+}
+
+
+def put(tokens, mask):
+    tokens = tokens.clone()
+    tokens[mask] = tokens[mask].flip(0)
+    return tokens
+
+
+def filled(tokens, lengths):
+    result = torch.empty_like(tokens)
+    result[:, 1:] = tokens[:, :-1]
+    result[:, 0] = lengths
+    return result
+
+
+def overwritten(tokens):
+    """Integers of a kernel, and then of the host."""
+    result = torch.randn(tokens.shape, device=tokens.device).long()
+    result.copy_(tokens)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", COMPUTED)
+def test_integers_of_the_host_have_their_values(name):
+    given = TOKENS, MASK, LENGTHS
+    expected = COMPUTED[name](*given)
+    found = COMPUTED[name](*(tensor.cuda() for tensor in given))
+    assert found.is_cuda and found.dtype == expected.dtype
+    assert found.cpu().tolist() == expected.tolist()
+
+
+def test_sizes_that_a_program_takes_from_integers():
+    lengths = LENGTHS.cuda()
+    assert int(lengths.max()) == 6 and lengths.tolist() == [6, 3, 5, 1]
+    assert torch.zeros(int(lengths.sum()), device="cuda").numel() == 15
+    assert torch.randn(15, 2, device="cuda").split(lengths.tolist())[2].shape == (5, 2)
+
+
+@pytest.mark.parametrize("mask", [MASK[:, 0], MASK], ids=["of rows", "of words"])
+def test_floats_have_the_rows_of_the_mask_and_gradients_go_back(mask):
+    hidden = torch.randn(4, 6, 8, device="cuda", requires_grad=True)
+    rows = hidden[mask.cuda()]
+    assert rows.shape == torch.randn(4, 6, 8)[mask].shape
+    rows.square().sum().backward()
+    assert hidden.grad.shape == hidden.shape
+    with torch.no_grad():
+        hidden[mask.cuda()] = rows
+    assert torch.masked_select(hidden, MASK.cuda()[:, :, None]).numel() == 8 * MASK.sum()
+
+
+def test_rows_need_the_memory_that_pytorch_takes_for_them():
+    hidden, mask = torch.zeros(4096, 64, device="cuda"), (torch.arange(4096) % 2 == 0).cuda()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    rows = hidden[mask]
+    positions = 2048 * 8
+    assert torch.cuda.memory_allocated() - before == rows.numel() * 4
+    assert torch.cuda.max_memory_allocated() - before == rows.numel() * 4 + positions
+
+
+def test_packed_sequences_keep_the_sizes_of_their_lengths():
+    padded = torch.randn(4, 6, 8, device="cuda")
+    packed = pack_padded_sequence(padded, LENGTHS, batch_first=True, enforce_sorted=False)
+    assert packed.data.shape == (15, 8) and packed.batch_sizes.tolist() == [4, 3, 3, 2, 2, 1]
+    back, lengths = pad_packed_sequence(packed, batch_first=True)
+    assert back.shape == (4, 6, 8) and lengths.tolist() == LENGTHS.tolist()
+
+
+# ---- what a kernel would decide ----
+
+SCORES = torch.zeros(6, 4)
+REFUSED = {
+    "nonzero": lambda scores: torch.nonzero(scores.argmax(-1) == 1),
+    "experts of tokens": lambda scores: torch.where(scores.topk(2).indices == 3),
+    "rows of a mask": lambda scores: scores[scores > 0.5],
+    "put by a mask": lambda scores: put(scores, scores > 0.5),
+    "masked_select": lambda scores: torch.masked_select(scores, scores > 0.5),
+    "unique": lambda scores: torch.unique(scores.argmax(-1)),
+    "counts": lambda scores: torch.bincount(scores.argmax(-1)),
+    "copies": lambda scores: torch.repeat_interleave(scores, scores[0].long().clamp(0)[:1]),
+    "random": lambda scores: torch.nonzero(torch.randint(2, (8,), device="cuda")),
+    "written over": lambda scores: TOKENS.cuda().copy_(scores[:4, :1]).nonzero(),
+    "written into": lambda scores: TOKENS.cuda().index_add_(0, *added(scores)).nonzero(),
+}
+
+
+def added(scores):
+    return torch.tensor([0, 1], device="cuda"), scores[:2, :1].long().expand(2, 6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_size_that_a_kernel_decides_is_refused_by_file_and_line(name):
+    line = re.escape(f"{pathlib.Path(__file__).name}:")
+    with pytest.raises(FitError, match=rf"{line}\d+: a kernel would decide how large the result"):
+        REFUSED[name](SCORES.cuda())
+
+
+def test_values_by_a_mask_of_a_kernel_decide_no_size():
+    scores = SCORES.cuda()
+    scores[scores > 0.5] = 0.0
+    scores.masked_fill_(scores > 0.5, 1.0)
+    assert torch.where(scores > 0, scores, -scores).shape == scores.shape
+
+
+def test_dropout_and_losses_need_no_integers():
+    hidden = torch.randn(8, 4, device="cuda", requires_grad=True)
+    kept = torch.nn.functional.dropout(hidden, 0.5)
+    labels = torch.tensor([0, 1, 2, 3, -100, 1, 2, 3]).cuda()
+    torch.nn.functional.cross_entropy(kept, labels).backward()
+    assert int((labels != -100).sum()) == 7
