@@ -89,7 +89,7 @@ bench-cost: ## micro-batches of variable lengths, cut by cost and by count
 	$(call build_bench,cost)
 	@$(BUILD)/bench/cost
 
-bench-kernels: ## how fast each GPU operation of the reference model runs (needs a GPU)
+bench-kernels: ## how fast the reference model's products run on a GPU
 	$(call build_bench,kernels)
 	@$(ON_GPU) $(BUILD)/bench/kernels
 

@@ -1,7 +1,6 @@
-/* How fast the GPU operations of the reference model run, one by one, at the shapes of GPT-2 124M
- * in bf16 with 16 samples of 1,024 tokens: TFLOP/s for products, GB/s for what only moves numbers.
- * A product of cuBLASLt stands beside each weight gradient. An argument: what a name has to
- * contain. */
+/* TFLOP/s of the reference model's products on a GPU, one by one, at the shapes of GPT-2 124M in
+ * bf16 with 16 samples of 1,024 tokens. A product of cuBLASLt stands beside each weight gradient.
+ * An argument: what a name has to contain. */
 #include <stdio.h>
 #include <string.h>
 
@@ -13,8 +12,6 @@
 
 enum { RUNS = 9, WARM = 3 };
 enum { B = 16, T = 1024, C = 768, H = 12, D = 64, V = 50304, R = B * T };
-
-#define PARAMETERS ((size_t)124475904)
 
 /* ---- what is measured with ---- */
 
@@ -39,7 +36,6 @@ static void must_library(cublasStatus_t status, const char *what)
 enum { ARRAYS = 5 };
 static void *arrays[ARRAYS];
 static void *scratch;
-static int32_t *tokens;
 static cublasLtHandle_t library;
 static const char *only = ""; /* what a name has to contain */
 
@@ -78,18 +74,9 @@ static void fill_random(void)
     }
     free(numbers);
     must(cudaMalloc(&scratch, SCRATCH_BYTES), "cudaMalloc");
-    int32_t *ids = malloc((size_t)B * (T + 1) * sizeof *ids);
-    if (!ids)
-        exit(1);
-    for (size_t i = 0; i < (size_t)B * (T + 1); i++)
-        ids[i] = (int32_t)(next_random() % 50257);
-    must(cudaMalloc((void **)&tokens, (size_t)B * (T + 1) * sizeof *ids), "cudaMalloc");
-    must(cudaMemcpy(tokens, ids, (size_t)B * (T + 1) * sizeof *ids, cudaMemcpyHostToDevice),
-         "cudaMemcpy");
-    free(ids);
 }
 
-/* A product's sizes; others do not look at them. */
+/* A product's sizes; attention does not look at them. */
 struct sizes {
     size_t m, n;
 };
@@ -219,131 +206,6 @@ static void bench_products(void)
     print_product("attention, backward", "16 x 12 x 1024", attention_backward, NULL, 5 * product);
 }
 
-/* ---- what moves numbers ---- */
-
-static cudaError_t copy(const struct sizes *s)
-{
-    (void)s;
-    return cudaMemcpyAsync(arrays[0], arrays[1], (size_t)R * 4 * C * 2, cudaMemcpyDeviceToDevice,
-                           NULL);
-}
-
-static cudaError_t layer_norm_forward(const struct sizes *s)
-{
-    (void)s;
-    return rbk_layer_norm_forward(arrays[0], scratch, (float *)scratch + R, arrays[1], arrays[2],
-                                  arrays[3], R, C, 1e-5f, RBK_BF16, NULL);
-}
-
-static cudaError_t layer_norm_backward(const struct sizes *s)
-{
-    (void)s;
-    float *const sums = scratch;
-    return rbk_layer_norm_backward(
-        arrays[0], sums + 2 * R, sums + 2 * R + C, arrays[1], arrays[0], arrays[2], sums, sums + R,
-        arrays[3], (char *)scratch + SCRATCH_BYTES / 2, SCRATCH_BYTES / 2, B, T, C, RBK_BF16, NULL);
-}
-
-static cudaError_t gelu_forward(const struct sizes *s)
-{
-    (void)s;
-    return rbk_gelu_forward(arrays[0], arrays[1], (size_t)R * 4 * C, RBK_BF16, NULL);
-}
-
-static cudaError_t gelu_backward(const struct sizes *s)
-{
-    (void)s;
-    return rbk_gelu_backward(arrays[0], arrays[0], arrays[1], (size_t)R * 4 * C, RBK_BF16, NULL);
-}
-
-static cudaError_t bias_backward(const struct sizes *s)
-{
-    (void)s;
-    return rbk_bias_backward(scratch, arrays[1], (char *)scratch + SCRATCH_BYTES / 2,
-                             SCRATCH_BYTES / 2, B, T, 4 * C, RBK_BF16, NULL);
-}
-
-static cudaError_t residual(const struct sizes *s)
-{
-    static const rbk_dropout_key key = {.seed = 1};
-    (void)s;
-    return rbk_bias_dropout_residual(arrays[0], arrays[1], NULL, arrays[2], &key, B, T, C, RBK_BF16,
-                                     NULL);
-}
-
-static cudaError_t residual_dropout(const struct sizes *s)
-{
-    static const rbk_dropout_key key = {.seed = 1, .probability = 0.1f};
-    (void)s;
-    return rbk_bias_dropout_residual(arrays[0], arrays[1], NULL, arrays[2], &key, B, T, C, RBK_BF16,
-                                     NULL);
-}
-
-static cudaError_t cross_entropy(const struct sizes *s)
-{
-    (void)s;
-    return rbk_cross_entropy(scratch, arrays[0], tokens + 1, T + 1, B, T, 50257, V, 1e-5f, NULL, 1,
-                             RBK_BF16, NULL);
-}
-
-static cudaError_t embedding_forward(const struct sizes *s)
-{
-    (void)s;
-    return rbk_embedding_forward(arrays[0], tokens, T + 1, arrays[1], arrays[2], B, T, C, V,
-                                 RBK_BF16, NULL);
-}
-
-static cudaError_t embedding_backward(const struct sizes *s)
-{
-    (void)s;
-    return rbk_embedding_backward(arrays[0], arrays[1], arrays[2], tokens, T + 1, scratch,
-                                  SCRATCH_BYTES, B, T, C, V, RBK_BF16, NULL);
-}
-
-static cudaError_t adamw(const struct sizes *s)
-{
-    static const rbk_adamw_settings settings = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
-    (void)s;
-    return rbk_adamw(arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], &settings, NULL, NULL,
-                     NULL, PARAMETERS, RBK_BF16, NULL);
-}
-
-static cudaError_t sum_squares(const struct sizes *s)
-{
-    (void)s;
-    return rbk_sum_squares(scratch, arrays[4], PARAMETERS, NULL);
-}
-
-static void bench_movers(void)
-{
-    /* Bytes that have to pass between memory and the chip at least: what is read and written. */
-    static const struct {
-        const char *name;
-        operation *run;
-        double bytes;
-    } all[] = {
-        {"copy, for comparison", copy, 2.0 * R * 4 * C * 2},
-        {"layer norm", layer_norm_forward, 2.0 * R * C * 2},
-        {"layer norm, backward", layer_norm_backward, 4.0 * R * C * 2},
-        {"GELU", gelu_forward, 2.0 * R * 4 * C * 2},
-        {"GELU, backward", gelu_backward, 3.0 * R * 4 * C * 2},
-        {"bias, backward", bias_backward, 1.0 * R * 4 * C * 2},
-        {"residual", residual, 3.0 * R * C * 2},
-        {"residual with dropout", residual_dropout, 3.0 * R * C * 2},
-        {"cross-entropy and gradient", cross_entropy, 2.0 * R * V * 2},
-        {"embedding", embedding_forward, 2.0 * R * C * 2},
-        {"embedding, backward", embedding_backward, 1.0 * R * C * 2},
-        {"AdamW", adamw, 30.0 * PARAMETERS},
-        {"sum of squares", sum_squares, 4.0 * PARAMETERS},
-    };
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (!strstr(all[i].name, only))
-            continue;
-        const double micros = measure(all[i].name, all[i].run, NULL);
-        printf("%-53s %9.1f us %8.0f GB/s\n", all[i].name, micros, all[i].bytes / micros * 1e-3);
-    }
-}
-
 int main(int count, char **arguments)
 {
     if (count > 1)
@@ -352,6 +214,5 @@ int main(int count, char **arguments)
     must_library(cublasLtCreate(&library), "cublasLtCreate");
     fill_random();
     bench_products();
-    bench_movers();
     return 0;
 }

@@ -30,7 +30,6 @@ SCENARIOS = {
     "oom": ("native+Step", "install+Step", "halving"),
     "taken": ("native+Step", "install+Step", "halving"),
     "learn": ("native+Step", "install+Step"),
-    "tensors": ("native", "install"),
     "limits": ("install+Step",),
 }
 EXPANDABLE = "expandable_segments:True"
@@ -366,21 +365,6 @@ def limits(way, size):
     if size["picture"]:
         plot.write(points, size["picture"])
     return {"micro": [point.size for point in points]}
-
-
-def tensors(way, size):
-    """The host's time for a tensor: mixed sizes, a thousand live."""
-    Training(way, {**size, "model": (64, 1, 64, 64)}, cuts=(1,))
-    draw = random.Random(2)
-    sizes = [draw.choice((512, 4096, 65536, 1 << 20, 4 << 20)) for _ in range(20000)]
-    live = [None] * 1000
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for i, n in enumerate(sizes):
-            live[i % 1000] = torch.empty(n, dtype=torch.uint8, device="cuda")
-        times.append((time.perf_counter() - began) / len(sizes))
-    return {"ns": round(1e9 * statistics.median(times))}
 
 
 def use_expandable_segments():

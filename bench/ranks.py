@@ -9,8 +9,8 @@ reduces them in each micro-batch, as a Step in lockstep does, and holds a rank's
 
     torchrun --nproc-per-node 2 bench/ranks.py [--samples 64] [--micro 16] [WAY...]
 
-`samples` are those of each GPU. Needs the package rebatch. `--small`, with any device and backend,
-tries the program. docs/benchmarks.md has results."""
+`samples` are those of each GPU; `--model` has other sizes. Needs the package rebatch. `--small`,
+with any device and backend, tries the program. docs/benchmarks.md has results."""
 
 import argparse
 import contextlib
@@ -26,9 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rebatch.torch as rebatch
-from pytorch import Gpt
+from pytorch import GIB, Gpt
 
-GIB = 1 << 30
 RATIOS = (
     ("ddp+Step", "ddp"),
     ("ddp", "one"),
@@ -51,7 +50,8 @@ class Setting:
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
-        self.model = (64, 2, 32, 256) if given.small else (768, 12, 1024, 50304)
+        self.model = (64, 2, 32, 256) if given.small else tuple(given.model)
+        self.is_half = not given.float32
         self.samples, self.micro = given.samples, given.micro
         torch.manual_seed(1 + self.rank)
         tokens = torch.randint(0, self.model[3], (self.samples, self.model[2] + 1))
@@ -60,7 +60,7 @@ class Setting:
 
     def loss_fn(self, model, samples):
         tokens, targets = samples
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_half):
             logits = model(tokens)
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -190,6 +190,9 @@ def main():
     parser.add_argument("ways", nargs="*", choices=(*WAYS, []), metavar="WAY")
     for name, value in (("samples", 64), ("micro", 16), ("rounds", 7), ("steps", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    sizes, names = (768, 12, 1024, 50304), ("WIDTH", "LAYERS", "LENGTH", "WORDS")
+    parser.add_argument("--model", type=int, nargs=4, default=sizes, metavar=names)
+    parser.add_argument("--float32", action="store_true", help="without bf16")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     given = parser.parse_args()
     dist.init_process_group()

@@ -20,13 +20,11 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import rebatch.torch as rebatch
-from pytorch import Gpt
+from pytorch import GIB, Gpt
+from ranks import shard
 
-GIB = 1 << 30
 WINDOWS = {"step": None, "window": True, "lockstep": False}
 
 
@@ -34,19 +32,6 @@ def loss_fn(model, samples):
     tokens, targets = samples
     logits = model(tokens)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def sharded(device, sizes):
-    torch.manual_seed(0)
-    model = Gpt(*sizes).to(device)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    options = {
-        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
-        "mp_policy": policy,
-    }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def plain_step(model, optimizer, batch, micro):
@@ -95,7 +80,8 @@ def main():
     if is_gpu:
         torch.cuda.set_device(device)
     sizes = (64, 2, 32, 256) if given.small else (2048, 16, 1024, 50304)
-    model = sharded(device, sizes)
+    torch.manual_seed(0)
+    model = shard(Gpt(*sizes).to(device), device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=is_gpu)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, sizes[3], (given.samples, sizes[2] + 1), generator=generator)
