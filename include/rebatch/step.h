@@ -704,26 +704,6 @@ REBATCH_API rebatch_status rebatch_step_plain(rebatch *rb, size_t batch,
                                               void (*update)(void *user), void *user,
                                               uint32_t flags, rebatch_step_report *report);
 
-/** rebatch_step_plain() for functions that keep their buffers from one call to the next.
- *  @param rb         the session
- *  @param batch      as for rebatch_step_plain()
- *  @param zero_grad  as for rebatch_step_plain()
- *  @param train      as for rebatch_step_plain()
- *  @param update     as for rebatch_step_plain()
- *  @param resize     allocates the buffers for micro-batches of up to `micro_batch` samples, as
- *                    rebatch_step_ops.resize. The buffers are the same from step to step as long as
- *                    `resize` and `user` are. Those of a rebatch_map() are others. NULL:
- *                    there are none
- *  @param user       passed to the functions
- *  @param flags      as for rebatch_step_plain()
- *  @param report     filled in on success and failure; may be NULL
- *  @return as rebatch_step() */
-REBATCH_API rebatch_status rebatch_step_plain_resize(
-    rebatch *rb, size_t batch, void (*zero_grad)(void *user),
-    void (*train)(size_t first, size_t count, void *user), void (*update)(void *user),
-    void (*resize)(size_t micro_batch, void *user), void *user, uint32_t flags,
-    rebatch_step_report *report);
-
 /** Say that the buffers of `resize` are of no use any more, because what they depend on beside the
  *  micro-batch size has changed, for example the size of the images. They are taken back, and the
  *  next step calls resize: for the micro-batch size that is in force, or a smaller one where that
@@ -841,8 +821,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_guard_with(rebatch *rb, const rebatch
  *  own thread made the calls. A thread that works for callbacks must call this, for example a
  *  thread of a backward pass: then what it allocates is taken back when the attempt fails, and a
  *  block from before the attempt that it freed is in use again. It lasts for all callbacks of `rb`,
- *  until rebatch_leave(), or until the thread joins another session. Leave before rebatch_close().
- *  Thread-safe.
+ *  until the thread joins another session or NULL, which it must before rebatch_close(). In a
+ *  thread that has joined none, NULL changes nothing. Thread-safe.
  *
  *  Nothing that other threads do is undone, for example by a thread that prepares batches: what
  *  they allocate stays, and what they free is free for the next attempt too. If the callback frees
@@ -853,15 +833,9 @@ REBATCH_API_CHECKED rebatch_status rebatch_guard_with(rebatch *rb, const rebatch
  *
  *  A scope that the callback opens covers the threads that joined. Only the callback's own thread
  *  may call rebatch_escape().
- *  @param rb  the session
- *  @return REBATCH_OK, REBATCH_E_INVALID */
+ *  @param rb  the session; NULL: from here on this thread works for none
+ *  @return REBATCH_OK */
 REBATCH_API rebatch_status rebatch_join(rebatch *rb);
-
-/** End rebatch_join() for this thread. In a thread that has not joined, nothing changes.
- *  Thread-safe.
- *  @param rb  the session
- *  @return REBATCH_OK, REBATCH_E_INVALID */
-REBATCH_API rebatch_status rebatch_leave(rebatch *rb);
 
 /** Leave the running callback by longjmp(), from any depth of calls in the callback's thread, for
  *  code whose error check cannot return a status. Resources of the skipped functions are not
@@ -887,11 +861,6 @@ REBATCH_API bool rebatch_can_escape(const rebatch *rb);
  *  @param event      the event
  *  @return length of the whole text without the terminating zero, as snprintf() returns */
 REBATCH_API size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event);
-
-/** A phase in words, for example "forward_backward, before accumulating". Thread-safe.
- *  @param phase  any number
- *  @return a static string */
-REBATCH_API const char *rebatch_phase_text(rebatch_phase phase);
 
 #ifdef __cplusplus
 }

@@ -31,10 +31,9 @@ rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, si
 
 /* ---- threads ---- */
 
-/* What this thread does is of the pool's scopes, as if their own thread did it; until it leaves, or
- * joins another pool's. */
+/* What this thread does is of the pool's scopes, as if their own thread did it; until it joins
+ * another pool's, or NULL. */
 void rbi_pool_thread_join(const rebatch_pool *pool);
-void rbi_pool_thread_leave(const rebatch_pool *pool);
 bool rbi_pool_thread_has_joined(const rebatch_pool *pool);
 /* How many callbacks of pools this thread is within: pressure, and writing a snapshot. */
 unsigned rbi_pool_callback_depth(void);

@@ -11,12 +11,6 @@ void rbi_pool_thread_join(const rebatch_pool *pool)
     rbi_pool_joined = pool;
 }
 
-void rbi_pool_thread_leave(const rebatch_pool *pool)
-{
-    if (rbi_pool_joined == pool)
-        rbi_pool_joined = NULL;
-}
-
 bool rbi_pool_thread_has_joined(const rebatch_pool *pool)
 {
     return rbi_pool_joined == pool;

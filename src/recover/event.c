@@ -29,7 +29,7 @@ void rbi_event_end(rebatch_event *event, const rebatch *rb)
     event->lighten_after = rb->lighten;
 }
 
-const char *rebatch_phase_text(rebatch_phase phase)
+const char *rbi_phase_text(rebatch_phase phase)
 {
     switch (phase) {
 #define PHASE_CASE(name, text)                                                                     \
@@ -101,7 +101,7 @@ static bool is_refused(const rebatch_event *event)
 static void add_place(struct rbi_text *t, const rebatch_event *event)
 {
     if (!is_refused(event))
-        rbi_text_add(t, " in %s%s", rebatch_phase_text(event->phase),
+        rbi_text_add(t, " in %s%s", rbi_phase_text(event->phase),
                      event->is_injected ? " (injected)" : "");
     if (event->count) {
         rbi_text_add(t, ": ");
@@ -151,7 +151,7 @@ static void add_trial(struct rbi_text *t, const rebatch_event *event)
 
 static void add_swallowed(struct rbi_text *t, const rebatch_event *event)
 {
-    const char *const phase = rebatch_phase_text(event->phase);
+    const char *const phase = rbi_phase_text(event->phase);
     rbi_text_add(t, " in %.*s", (int)strcspn(phase, ","), phase);
     if (event->count) {
         rbi_text_add(t, " of ");
@@ -192,7 +192,7 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
     if (rbi_event_is_oom(event->kind))
         add_place(&t, event);
     else if (event->phase == REBATCH_PHASE_MAP)
-        rbi_text_add(&t, " in %s", rebatch_phase_text(event->phase));
+        rbi_text_add(&t, " in %s", rbi_phase_text(event->phase));
     if (event->kind == REBATCH_EVENT_TRIAL)
         add_trial(&t, event);
     if (event->kind == REBATCH_EVENT_SWALLOWED)

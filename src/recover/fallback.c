@@ -230,7 +230,7 @@ static bool is_of_map(const rebatch *rb)
 /* "forward_backward of 2 samples, before accumulating" */
 static void add_phase(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
-    const char *const text = rebatch_phase_text(rb->run.ooms.failure.phase);
+    const char *const text = rbi_phase_text(rb->run.ooms.failure.phase);
     const size_t callback = strcspn(text, ",");
     rbi_text_add(t, "%.*s", (int)callback, text);
     if (mb)

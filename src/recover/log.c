@@ -138,7 +138,7 @@ static void add_json(struct rbi_text *t, const rebatch_event *event, const char 
     rbi_text_add(t, "\",\"level\":\"%s\",\"step\":%" PRIu64 ",\"phase\":", level_name(event->level),
                  event->step);
     if (rbi_event_is_oom(event->kind))
-        rbi_text_add_json(t, rebatch_phase_text(event->phase));
+        rbi_text_add_json(t, rbi_phase_text(event->phase));
     else
         rbi_text_add(t, "null");
 #define ADD(member) add_number(t, #member, (uint64_t)event->member);

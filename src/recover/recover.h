@@ -347,19 +347,6 @@ uint64_t rbi_resize_excess(const rebatch *rb);
  * called for next; 0: the function has none that another size would change. */
 size_t rbi_resize_size(const rebatch *rb);
 
-/* ---- functions that return nothing (step_plain.c) ---- */
-
-/* What the callbacks of such a step get as their user. */
-struct rbi_plain {
-    rebatch *rb;
-    void (*zero_grad)(void *user);
-    void (*train)(size_t first, size_t count, void *user);
-    void (*update)(void *user);
-    void (*resize)(size_t micro_batch, void *user); /* NULL: it has none */
-    void *user;
-    bool declares;
-};
-
 /* ---- callbacks (attempt.c) ---- */
 
 /* rbi_callback_run() in its parts: after REBATCH_OK the callback counts as running, rb->callback,
@@ -449,6 +436,8 @@ void rbi_log_close(struct rbi_log *log);
 /* ---- events (event.c) ---- */
 
 bool rbi_event_is_oom(rebatch_event_kind kind);
+/* "forward_backward, before accumulating". */
+const char *rbi_phase_text(rebatch_phase phase);
 /* An event of a change: with how large micro-batches are before it, and then after it. */
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
 void rbi_event_end(rebatch_event *event, const rebatch *rb);
@@ -854,8 +843,6 @@ struct rebatch {
     struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;
     struct rbi_buffers buffers;
-    struct rbi_plain plain[2]; /* of the last step by plain functions, and of one before it */
-    bool plain_at;             /* which is the last one's */
     struct rbi_leak leak;
     /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
     void (*declares[RBI_CALLBACKS])(void);

@@ -305,25 +305,10 @@ rebatch_pool *rebatch_get_pool(const rebatch *rb)
     return rb ? rb->pool : NULL;
 }
 
-static rebatch_status check_session(const rebatch *rb)
-{
-    return rb ? REBATCH_OK : rbi_error(REBATCH_E_INVALID, "rb is NULL");
-}
-
 rebatch_status rebatch_join(rebatch *rb)
 {
-    const rebatch_status status = check_session(rb);
-    if (!status)
-        rbi_pool_thread_join(rb->pool);
-    return status;
-}
-
-rebatch_status rebatch_leave(rebatch *rb)
-{
-    const rebatch_status status = check_session(rb);
-    if (!status)
-        rbi_pool_thread_leave(rb->pool);
-    return status;
+    rbi_pool_thread_join(rb ? rb->pool : NULL);
+    return REBATCH_OK;
 }
 
 size_t rebatch_get_batch(const rebatch *rb, size_t otherwise)

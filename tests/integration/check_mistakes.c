@@ -202,7 +202,7 @@ static void *work_beside(void *user)
     if (rebatch_pool_alloc(&memory, rebatch_get_pool(t->run.rb), KIB(2), NULL, 0) == REBATCH_OK)
         (void)rebatch_pool_free(rebatch_get_pool(t->run.rb), memory);
     if (joins)
-        (void)rebatch_leave(t->run.rb);
+        (void)rebatch_join(NULL);
     return memory;
 }
 

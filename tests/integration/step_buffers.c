@@ -1,5 +1,5 @@
-/* Owns the tests of buffers together with a cost, of buffers that are made again between steps, and
- * of those of functions that return nothing. Seed of what is random: 31.
+/* Owns the tests of buffers together with a cost, and of buffers that are made again between steps.
+ * Seed of what is random: 31.
  * Must not know the library's inside. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,20 +24,22 @@ struct trainer {
     size_t largest; /* micro-batch */
 };
 
-static void make_buffer(size_t micro_batch, void *user)
+static rebatch_status resize(size_t micro_batch, void *user)
 {
     struct trainer *t = user;
     t->resizes++;
     t->room = 0;
     t->buffer = rebatch_alloc_or_escape(t->rb, micro_batch * t->side * MIB(1));
     t->room = micro_batch;
+    return REBATCH_OK;
 }
 
-static void clear(void *user)
+static rebatch_status zero_grad(void *user)
 {
     struct trainer *t = user;
     memset(t->ran, 0, sizeof t->ran);
     t->largest = 0;
+    return REBATCH_OK;
 }
 
 static uint64_t cost(size_t first, size_t count, void *user)
@@ -49,9 +51,10 @@ static uint64_t cost(size_t first, size_t count, void *user)
     return count * longest;
 }
 
-static void train(size_t first, size_t count, void *user)
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct trainer *t = user;
+    const size_t first = mb->first, count = mb->count;
     size_t bytes = 0;
     cr_assert_leq(count, t->room, "%zu samples in a buffer for %zu", count, t->room);
     OK(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(t->rb), t->buffer));
@@ -62,39 +65,16 @@ static void train(size_t first, size_t count, void *user)
     for (size_t i = first; i < first + count; i++)
         t->ran[i]++;
     t->largest = count > t->largest ? count : t->largest;
-    OK(rebatch_free(t->rb, block));
+    return rebatch_free(t->rb, block);
 }
 
-static void update(void *user)
+static rebatch_status optimizer_step(void *user)
 {
     struct trainer *t = user;
     rebatch_mutating(t->rb);
     for (size_t i = 0; i < t->batch; i++)
         cr_assert_eq(t->ran[i], 1, "sample %zu counted %u times", i, t->ran[i]);
     t->updates++;
-}
-
-static rebatch_status resize(size_t micro_batch, void *user)
-{
-    make_buffer(micro_batch, user);
-    return REBATCH_OK;
-}
-
-static rebatch_status zero_grad(void *user)
-{
-    clear(user);
-    return REBATCH_OK;
-}
-
-static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
-{
-    train(mb->first, mb->count, user);
-    return REBATCH_OK;
-}
-
-static rebatch_status optimizer_step(void *user)
-{
-    update(user);
     return REBATCH_OK;
 }
 
@@ -110,22 +90,28 @@ static void trainer_open(struct trainer *t, size_t capacity_bytes)
 
 CLOSE_BOTH(trainer)
 
-static rebatch_step_report by_cost(struct trainer *t)
+static rebatch_step_report step_with(struct trainer *t, rebatch_step_ops ops)
 {
-    const rebatch_step_ops ops =
-        OPS(zero_grad, forward_backward, optimizer_step, .flags = REBATCH_DECLARES_MUTATION,
-            .cost = cost, .resize = resize);
     rebatch_step_report report;
+    ops.zero_grad = zero_grad;
+    ops.optimizer_step = optimizer_step;
+    ops.resize = resize;
+    ops.flags = REBATCH_DECLARES_MUTATION;
     OK(rebatch_step(t->rb, &ops, t->batch, t, &report));
     return report;
 }
 
-static rebatch_step_report plain(struct trainer *t)
+static rebatch_step_report by_cost(struct trainer *t)
 {
-    rebatch_step_report report;
-    OK(rebatch_step_plain_resize(t->rb, t->batch, clear, train, update, make_buffer, t,
-                                 REBATCH_DECLARES_MUTATION, &report));
-    return report;
+    return step_with(t, (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
+                                           .forward_backward = forward_backward,
+                                           .cost = cost});
+}
+
+static rebatch_step_report by_samples(struct trainer *t)
+{
+    return step_with(t, (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
+                                           .forward_backward = forward_backward});
 }
 
 /* ---- cost together with resize ---- */
@@ -217,15 +203,15 @@ Test(step_buffers, by_cost_what_is_learned_holds_for_images_of_another_size)
 Test(step_buffers, they_are_made_again_where_the_program_says_so)
 {
     OPEN(trainer, t, MIB(40));
-    (void)plain(&t);
-    (void)plain(&t);
+    (void)by_samples(&t);
+    (void)by_samples(&t);
     cr_expect_eq(t.resizes, 1);
     for (unsigned i = 0; i < 5; i++) {
         t.side = 1 + i % 2;
         OK(rebatch_remake_buffers(t.rb));
         cr_expect_eq(live_bytes_of(t.rb), 0);
         OK(rebatch_remake_buffers(t.rb)); /* there are none */
-        (void)plain(&t);                  /* which looks at the size of the buffers */
+        (void)by_samples(&t);             /* which looks at the size of the buffers */
         cr_expect_eq(live_bytes_of(t.rb), t.room * t.side * MIB(1));
     }
 }
@@ -235,85 +221,45 @@ Test(step_buffers, what_was_learned_of_the_memory_of_sizes_is_forgotten)
 {
     OPEN(trainer, t, MIB(40));
     t.side = 2;
-    (void)plain(&t);
+    (void)by_samples(&t);
     cr_expect_eq(t.room, 16);
     t.side = 1;
     OK(rebatch_remake_buffers(t.rb));
     for (int step = 0; step < 6; step++)
-        cr_expect_eq(plain(&t).ooms, 0);
+        cr_expect_eq(by_samples(&t).ooms, 0);
     cr_expect_eq(t.room, 32);
     t.side = 2; /* known of 32 is that 32 MiB do */
     OK(rebatch_remake_buffers(t.rb));
-    cr_expect_eq(plain(&t).ooms_in[REBATCH_PHASE_ADMISSION], 0);
+    cr_expect_eq(by_samples(&t).ooms_in[REBATCH_PHASE_ADMISSION], 0);
     cr_expect_eq(t.room, 16);
 }
 
 static rebatch_status remade;
 
-static void remake(size_t first, size_t count, void *user)
+static rebatch_status remake(const rebatch_microbatch *mb, void *user)
 {
     struct trainer *t = user;
     remade = rebatch_remake_buffers(t->rb);
-    train(first, count, user);
+    return forward_backward(mb, user);
 }
 
 Test(step_buffers, within_a_step_they_are_not_made_again)
 {
     OPEN(trainer, t, MIB(40));
-    OK(rebatch_step_plain_resize(t.rb, t.batch, clear, remake, update, make_buffer, &t,
-                                 REBATCH_DECLARES_MUTATION, NULL));
+    (void)step_with(&t, (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
+                                           .forward_backward = remake});
     cr_expect_eq(remade, REBATCH_E_STATE);
     cr_expect_eq(rebatch_remake_buffers(NULL), REBATCH_E_INVALID);
 }
 
-/* ---- functions that return nothing ---- */
-
-static void make_other(size_t micro_batch, void *user)
-{
-    make_buffer(micro_batch, user);
-}
-
-Test(step_buffers, of_plain_functions_they_stay_from_step_to_step)
+Test(step_buffers, they_stay_from_step_to_step)
 {
     OPEN(trainer, t, MIB(20));
-    const rebatch_step_report report = plain(&t);
+    const rebatch_step_report report = by_samples(&t);
     cr_expect_eq(t.room, 16);
     cr_expect_eq(report.ooms, 1);
     cr_expect_eq(t.resizes, 2);
-    (void)plain(&t);
+    (void)by_samples(&t);
     cr_expect_eq(t.resizes, 2);
     cr_expect_eq(live_bytes_of(t.rb), MIB(16));
-}
-
-Test(step_buffers, of_other_plain_functions_they_are_others)
-{
-    OPEN(trainer, t, MIB(40));
-    for (int i = 0; i < 3; i++) {
-        (void)plain(&t);
-        OK(rebatch_step_plain_resize(t.rb, t.batch, clear, train, update, make_other, &t,
-                                     REBATCH_DECLARES_MUTATION, NULL));
-        OK(rebatch_step_plain(t.rb, t.batch, clear, train, update, &t, REBATCH_DECLARES_MUTATION,
-                              NULL)); /* in what is there */
-    }
-    cr_expect_eq(t.resizes, 6);
-    cr_expect_eq(live_bytes_of(t.rb), MIB(32));
-}
-
-static rebatch_status within;
-
-static void train_within(size_t first, size_t count, void *user)
-{
-    struct trainer *t = user;
-    struct trainer other = *t;
-    within = rebatch_step_plain_resize(t->rb, 1, clear, train, update, make_other, &other, 0, NULL);
-    train(first, count, user);
-}
-
-Test(step_buffers, a_plain_step_within_one_is_refused_and_changes_nothing)
-{
-    OPEN(trainer, t, MIB(40));
-    OK(rebatch_step_plain_resize(t.rb, t.batch, clear, train_within, update, make_buffer, &t,
-                                 REBATCH_DECLARES_MUTATION, NULL));
-    cr_expect_eq(within, REBATCH_E_STATE);
-    cr_expect_eq(t.updates, 1);
 }
