@@ -71,9 +71,9 @@
  *  rebatch.h includes all headers except those that need headers of others: wrap.h, which runs an
  *  existing CUDA trainer with rebatch, and mpi.h and nccl.h, by which several ranks vote. Read them
  *  in this order: step.h (the training step), step_in_place.h (the same in the program's loop),
- *  probe.h (the largest micro-batch), pool.h (the allocator), device.h (devices), cuda.h (GPUs),
- *  config.h (settings in a file), status.h (errors), group.h (several ranks), current.h (the base
- *  of wrap.h).
+ *  probe.h (the largest micro-batch), pool.h (the allocator), arena.h (memory of CUDA graphs),
+ *  device.h (devices), cuda.h (GPUs), config.h (settings in a file), status.h (errors), group.h
+ *  (several ranks), current.h (the base of wrap.h).
  *
  *  These rules apply to all functions:
  *  - A function that can fail returns a rebatch_status. Outputs come first, and are NULL or 0 on
@@ -88,6 +88,7 @@
 #ifndef REBATCH_REBATCH_H
 #define REBATCH_REBATCH_H
 
+#include "rebatch/arena.h"
 #include "rebatch/check.h"
 #include "rebatch/config.h"
 #include "rebatch/cuda.h"

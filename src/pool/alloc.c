@@ -4,15 +4,17 @@
 
 /* ---- finding a block ---- */
 
-static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
-                                      size_t rounded, rebatch_stream stream, rebatch_tag tag)
+static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool,
+                                      rebatch_arena *arena, size_t bytes, size_t rounded,
+                                      rebatch_stream stream, rebatch_tag tag)
 {
     struct rbi_request request;
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;
-    request.beside = rbi_pool_is_beside_promise(pool);
-    request.strikes = pool->overflow.is_struck;
+    request.arena = arena;
+    request.beside = arena ? pool->promised_bytes != 0 : rbi_pool_is_beside_promise(pool);
+    request.strikes = pool->overflow.is_struck && !arena;
     pool->overflow.is_struck = false;
     status = rbi_pool_search(out, pool, &request);
     if (status == REBATCH_OK)
@@ -56,7 +58,7 @@ static rebatch_status find_block(struct rbi_block **out, rebatch_pool *pool, siz
         if (pool->caching && (*out = take_cached(pool, known, rounded)) != NULL)
             return REBATCH_OK;
     }
-    return alloc_by_search(out, pool, bytes, rounded, stream, tag);
+    return alloc_by_search(out, pool, NULL, bytes, rounded, stream, tag);
 }
 
 /* ---- the call ---- */
@@ -78,8 +80,9 @@ static __attribute__((cold, noinline)) rebatch_status refuse(void **out, const r
     return rbi_pool_check_caller(pool, "rebatch_pool_alloc");
 }
 
-static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
-                                   rebatch_stream stream, rebatch_tag tag)
+static inline rebatch_status alloc_locked(void **out, rebatch_pool *pool, rebatch_arena *arena,
+                                          size_t bytes, size_t rounded, rebatch_stream stream,
+                                          rebatch_tag tag)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
     if (RBI_UNLIKELY(tag >= pool->tag_count))
@@ -88,7 +91,7 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
                          pool->tag_count - 1);
     struct rbi_block *block;
     rebatch_status status = REBATCH_OK;
-    if (RBI_UNLIKELY(pool->plan.marked != 0))
+    if (RBI_UNLIKELY(pool->plan.marked != 0) && !arena)
         rbi_pool_begin_marked(pool);
     if (RBI_UNLIKELY(pool->fault.strikes != NULL)) {
         rounded = rbi_pool_pad(pool, bytes, rounded);
@@ -96,18 +99,23 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
     }
     do {
         if (status == REBATCH_OK)
-            status = RBI_UNLIKELY(pool->overflow.is_struck)
-                         ? alloc_by_search(&block, pool, bytes, rounded, stream, tag)
+            status = RBI_UNLIKELY(pool->overflow.is_struck || arena)
+                         ? alloc_by_search(&block, pool, arena, bytes, rounded, stream, tag)
                          : find_block(&block, pool, bytes, rounded, stream, tag);
-    } while (RBI_UNLIKELY(pool->heap.late.owner != 0) && status == REBATCH_OK &&
+    } while (RBI_UNLIKELY(pool->heap.late.owner != 0) && status == REBATCH_OK && !arena &&
              !rbi_old_buffers_pass(pool, block));
     if (RBI_UNLIKELY(status != REBATCH_OK))
         return status;
     rbi_assert(block->bytes == rounded && rbi_stream_of(block)->stream == stream);
+    const size_t promised = pool->promised_bytes;
     if (RBI_UNLIKELY(rbi_pool_use_block(pool, block, bytes, tag)))
         rbi_pool_raise_peaks(pool);
-    if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF) && !block->planned)
+    if (arena) {
+        block->phase = 0; /* a plan serves no capture, and what was promised is not for it */
+        pool->promised_bytes = promised;
+    } else if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF) && !block->planned) {
         rbi_plan_note_alloc(pool, block);
+    }
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, rbi_stream_of(block)->stream, tag);
     *out = block->address;
     rbi_pool_fill_block(pool, block, pool->fill.allocated);
@@ -115,8 +123,8 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
     return REBATCH_OK;
 }
 
-rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
-                                  rebatch_stream stream, rebatch_tag tag)
+static inline rebatch_status alloc_from(void **out, rebatch_pool *pool, rebatch_arena *arena,
+                                        size_t bytes, rebatch_stream stream, rebatch_tag tag)
 {
     size_t rounded;
     if (RBI_UNLIKELY(!out || !pool || bytes == 0 || !rbi_pool_round_size(&rounded, pool, bytes) ||
@@ -126,7 +134,19 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
         return refuse(out, pool, bytes, stream);
     *out = NULL;
     rbi_lock_take(&pool->lock);
-    const rebatch_status status = alloc_locked(out, pool, bytes, rounded, stream, tag);
+    const rebatch_status status = alloc_locked(out, pool, arena, bytes, rounded, stream, tag);
     rbi_pool_give_lock(pool);
     return status;
+}
+
+rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
+                                  rebatch_stream stream, rebatch_tag tag)
+{
+    return alloc_from(out, pool, NULL, bytes, stream, tag);
+}
+
+rebatch_status rbi_pool_alloc_from(void **out, rebatch_pool *pool, rebatch_arena *arena,
+                                   size_t bytes, rebatch_stream stream, rebatch_tag tag)
+{
+    return alloc_from(out, pool, arena, bytes, stream, tag);
 }

@@ -33,7 +33,7 @@ static struct rbi_block *find_gap(const struct rbi_range *range, const char *add
     return gap;
 }
 
-void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence)
+void rbi_plan_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence)
 {
     rbi_assert(arena->state == RBI_BLOCK_HELD && rbi_lock_is_held(&pool->lock));
     struct rbi_range *const range = arena->range;

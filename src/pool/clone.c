@@ -25,9 +25,15 @@ static struct rbi_lists *lists_of(const struct copy *copy, const struct rbi_list
     struct rbi_pool_stream *theirs = copy->from->first_stream, *ours = copy->to->first_stream;
     if (lists == copy->from->heap.holes)
         return copy->to->heap.holes;
-    for (; &theirs->lists != lists; theirs = theirs->next)
+    for (; theirs && &theirs->lists != lists; theirs = theirs->next)
         ours = ours->next;
-    return &ours->lists;
+    if (theirs)
+        return &ours->lists;
+    const rebatch_arena *of = copy->from->first_arena;
+    rebatch_arena *arena = copy->to->first_arena;
+    for (; &of->own.lists != lists; of = of->next)
+        arena = arena->next;
+    return &arena->own.lists;
 }
 
 /* ---- what has no pointers ---- */
@@ -61,6 +67,35 @@ static rebatch_status copy_streams(struct copy *copy)
             copy->to->last_stream = ours;
     }
     return REBATCH_OK;
+}
+
+/* Their ranges are known when these are copied. */
+static rebatch_status copy_arenas(struct copy *copy)
+{
+    rebatch_arena **end = &copy->to->first_arena;
+    for (const rebatch_arena *a = copy->from->first_arena; a; a = a->next) {
+        rebatch_arena *const ours = *end = rbi_heap_calloc(1, sizeof *ours);
+        if (!ours)
+            return no_memory();
+        end = &ours->next;
+        ours->pool = copy->to;
+        ours->own.stream = a->own.stream;
+        ours->is_lost = a->is_lost;
+        ours->taken_total_bytes = a->taken_total_bytes;
+        ours->home = a->home ? rbi_pool_find_stream(copy->to, a->home->stream) : NULL;
+        if (ours->home)
+            ours->home->pins++;
+    }
+    return REBATCH_OK;
+}
+
+static void set_ranges(const struct copy *copy)
+{
+    rebatch_arena *ours = copy->to->first_arena;
+    for (const rebatch_arena *a = copy->from->first_arena; a; a = a->next, ours = ours->next) {
+        ours->tail = counterpart(copy, a->tail);
+        ours->range = counterpart(copy, a->range->first)->range;
+    }
 }
 
 /* ---- what is held from the device ---- */
@@ -138,6 +173,8 @@ static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from
     struct rbi_range *range =
         rbi_blocks_add_empty(&to->heap, from->address, from->bytes, from->zone);
     range->number = from->number;
+    range->is_arena = from->is_arena;
+    range->is_kept = from->is_kept;
     const rebatch_status status = copy_pages(copy, range, from);
     if (status) {
         rbi_blocks_remove_range(&to->heap, range);
@@ -215,9 +252,12 @@ static rebatch_status copy_lists(const struct copy *copy)
     bool has_memory = copy_bins(copy, from->space);
     for (const struct rbi_pool_stream *s = from->first_stream; s && has_memory; s = s->next)
         has_memory = copy_bins(copy, s);
+    for (const rebatch_arena *a = from->first_arena; a && has_memory; a = a->next)
+        has_memory = copy_bins(copy, &a->own);
     if (!has_memory)
         return no_memory();
     copy_live(copy);
+    set_ranges(copy);
     unlist(copy);
     return REBATCH_OK;
 }
@@ -250,6 +290,8 @@ static rebatch_status copy_locked(struct copy *copy)
     rbi_assert(rbi_lock_is_held(&copy->from->lock) && !copy->from->plan.arena);
     rebatch_status status = copy->from->pending ? rbi_pool_await_all(copy->from) : REBATCH_OK;
     rbi_pool_flush_lists(copy->from);
+    for (rebatch_arena *a = copy->from->first_arena; a; a = a->next)
+        rbi_lists_flush(&copy->from->heap, &a->own.lists);
     if (!status)
         status = take_memory(copy);
     copy_figures(copy->to, copy->from);
@@ -257,6 +299,8 @@ static rebatch_status copy_locked(struct copy *copy)
         status = skip_addresses(copy);
     if (!status)
         status = copy_streams(copy);
+    if (!status)
+        status = copy_arenas(copy);
     for (const struct rbi_range *r = copy->from->heap.first_range; r && !status; r = r->next)
         status = copy_range(copy, r);
     copy->to->heap.ranges_made = copy->from->heap.ranges_made;

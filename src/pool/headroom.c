@@ -21,10 +21,8 @@ rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool)
     const size_t wanted = shortage(&memory, pool->headroom_bytes);
     if (wanted == 0)
         return REBATCH_OK;
-    rebatch_pool_stats stats;
-    status = rebatch_pool_get_stats(&stats, pool);
-    if (status)
-        return status;
-    const uint64_t cached = stats.reserved_bytes - stats.live_bytes;
+    rbi_lock_take(&pool->lock);
+    const uint64_t cached = rbi_pool_cached(pool);
+    rbi_pool_give_lock(pool);
     return rebatch_pool_trim(pool, cached > wanted ? (size_t)(cached - wanted) : 0, NULL);
 }

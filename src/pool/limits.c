@@ -46,13 +46,22 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     return REBATCH_OK;
 }
 
+uint64_t rbi_pool_own_bytes(const rebatch_pool *pool)
+{
+    return rbi_vm_bytes(&pool->vm) - rbi_arenas_free_bytes(pool);
+}
+
+uint64_t rbi_pool_cached(const rebatch_pool *pool)
+{
+    return rbi_pool_own_bytes(pool) - pool->stats.live_bytes + rbi_arenas_lent_bytes(pool);
+}
+
 rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool)
 {
     size_t room;
     const rebatch_status status = rbi_pool_room(&room, pool, NULL);
     *bytes = 0;
-    if (status == REBATCH_OK &&
-        !rbi_add((size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes), room, bytes))
+    if (status == REBATCH_OK && !rbi_add((size_t)rbi_pool_cached(pool), room, bytes))
         *bytes = SIZE_MAX;
     return status;
 }
@@ -103,7 +112,7 @@ static bool is_within_peak(const rebatch_pool *pool, size_t bytes)
     const uint64_t peak = pool->highest_live_bytes;
     const uint64_t most =
         peak + peak / RBI_HELD_BEYOND_PEAK_PARTS + pool->moved_bytes / RBI_HELD_FOR_MOVED_PARTS;
-    const uint64_t reserved = rbi_vm_bytes(&pool->vm);
+    const uint64_t reserved = rbi_pool_own_bytes(pool);
     return reserved <= most && bytes <= most - reserved;
 }
 
@@ -115,7 +124,7 @@ bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room)
 bool rbi_pool_holds_too_much(const rebatch_pool *pool)
 {
     const uint64_t peak = pool->highest_live_bytes;
-    return rbi_vm_bytes(&pool->vm) >
+    return rbi_pool_own_bytes(pool) >
            peak + peak / RBI_TOO_MUCH_PARTS + RBI_TOO_MUCH_PAGES * pool->page_bytes;
 }
 

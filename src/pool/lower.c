@@ -12,7 +12,7 @@ static size_t excess_of(const rebatch_pool *pool)
 void rbi_pool_keep_limit(rebatch_pool *pool)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
-    const size_t cached = (size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes);
+    const size_t cached = (size_t)rbi_pool_cached(pool);
     const size_t excess = excess_of(pool);
     const size_t keep = rbi_max(cached - rbi_min(cached, excess), pool->promised_bytes);
     size_t released = 0;

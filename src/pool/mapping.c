@@ -55,7 +55,7 @@ static rebatch_status gather_overflow(rebatch_pool *pool, size_t count)
     rebatch_status status = rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_harvest(pool, count, NULL);
+    rbi_pool_harvest_all(pool, count, NULL);
     if (pool->vm.spare_pages >= count)
         return REBATCH_OK;
     const size_t fresh = rbi_min(count - pool->vm.spare_pages, room / pool->page_bytes);
@@ -73,8 +73,7 @@ static rebatch_status gather_overflow(rebatch_pool *pool, size_t count)
                : rbi_overflow_make(&pool->vm, lacking);
 }
 
-/* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
-static rebatch_status gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count)
+rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count)
 {
     if (pool->vm.spare_pages >= count) {
         mapping->by_remap = true;
@@ -92,7 +91,7 @@ static rebatch_status gather(rebatch_pool *pool, struct rbi_mapping *mapping, si
             return created;
     }
     /* What cannot succeed shall not take blocks apart. */
-    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
+    const uint64_t cached = rbi_pool_cached(pool);
     if (count > (cached + room) / pool->page_bytes ||
         (mapping->in_line && count > rbi_pool_supply(pool) + room / pool->page_bytes))
         return REBATCH_OOM;
@@ -102,7 +101,11 @@ static rebatch_status gather(rebatch_pool *pool, struct rbi_mapping *mapping, si
         return REBATCH_OK;
     if (mapping->no_fresh)
         return REBATCH_OOM;
-    return create_lacking(pool, mapping, count, room);
+    const rebatch_status created = create_lacking(pool, mapping, count, room);
+    if (created != REBATCH_OOM || !pool->first_arena)
+        return created;
+    rbi_pool_harvest_all(pool, count - rbi_min(count, room / pool->page_bytes), NULL);
+    return pool->vm.spare_pages >= count ? REBATCH_OK : create_lacking(pool, mapping, count, room);
 }
 
 rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
@@ -112,7 +115,7 @@ rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
     mapping->from_cache = window->pages == 0 && window->first == window->last &&
                           window->first->lists == &mapping->stream->lists;
     rbi_window_hold(pool, window);
-    const rebatch_status status = gather(pool, mapping, window->pages);
+    const rebatch_status status = rbi_mapping_gather(pool, mapping, window->pages);
     if (status != REBATCH_OK) {
         rbi_window_drop(pool, window);
         return status;

@@ -76,13 +76,13 @@ static rebatch_status make_room(rebatch_pool *pool, size_t bytes, size_t keep_by
     const rebatch_status status = rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
         return status;
-    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
+    const uint64_t cached = rbi_pool_cached(pool);
     if (cached + room < bytes || cached + room - bytes < keep_bytes)
         return REBATCH_OOM;
     if (room >= bytes)
         return REBATCH_OK;
     const size_t lacking = (bytes - room) / pool->page_bytes;
-    rbi_pool_harvest(pool, lacking, NULL);
+    rbi_pool_harvest_all(pool, lacking, NULL);
     const size_t spare = pool->vm.spare_pages;
     return spare >= lacking && rbi_vm_release(&pool->vm, spare - lacking) >= lacking ? REBATCH_OK
                                                                                      : REBATCH_OOM;

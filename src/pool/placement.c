@@ -9,7 +9,8 @@ static size_t pages_for(const rebatch_pool *pool, size_t bytes)
 
 static bool is_in_run(const struct rbi_block *block)
 {
-    return block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_HOLE;
+    return (block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_HOLE) &&
+           !block->range->is_arena;
 }
 
 /* The window of `bytes` that begins, or ends, where `near` does. */
@@ -202,7 +203,7 @@ size_t rbi_pool_supply(const rebatch_pool *pool)
     char *first;
     for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
-            if (b->state == RBI_BLOCK_FREE)
+            if (b->state == RBI_BLOCK_FREE && !r->is_kept)
                 supply += rbi_block_own_pages(pool, b, &first);
     return supply;
 }

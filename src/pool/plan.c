@@ -399,7 +399,7 @@ void rbi_plan_leave(rebatch_pool *pool)
         return;
     plan->mode = RBI_PLAN_OFF;
     plan->arena = NULL;
-    rbi_arena_cut_up(pool, arena, plan->first_sequence);
+    rbi_plan_cut_up(pool, arena, plan->first_sequence);
 }
 
 /* ---- the phases ---- */

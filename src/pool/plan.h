@@ -104,6 +104,6 @@ void rbi_plan_leave(rebatch_pool *pool);
 
 /* Cuts an arena up into its blocks in use, which begin with `first_sequence`, and what is free
  * (arena.c). */
-void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence);
+void rbi_plan_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence);
 
 #endif

@@ -139,6 +139,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     pool->may_wait = NULL; /* or its memory would stay mapped for ever */
     (void)rbi_pool_await(pool, ++pool->progress.frees); /* blocks in use go back as well */
     rbi_pool_destroy_ranges(pool);
+    rbi_arenas_destroy(pool);
     rbi_pool_destroy_streams(pool);
     rbi_blocks_close(&pool->heap);
     rbi_plan_close(&pool->plan);

@@ -12,7 +12,7 @@
 #include "pool/plan.h"
 #include "pool/view.h"
 #include "pool/vm/vm.h"
-#include "rebatch/pool.h"
+#include "rebatch/arena.h"
 
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_PRESSURES 16
@@ -50,6 +50,21 @@ static inline struct rbi_pool_stream *rbi_stream_of(const struct rbi_block *bloc
 {
     return (struct rbi_pool_stream *)block->lists;
 }
+
+/* A range whose free memory is not the pool's, until it is lent (graph_arena.c). From its beginning
+ * on it is blocks of `own`; among them, and behind them all, are addresses without memory.
+ *   without memory == (held, of the lists of holes)
+ *   range->is_kept == no part before the tail is without memory && not lent */
+struct rebatch_arena {
+    struct rbi_pool_stream own; /* its lists, and the stream that it is open for */
+    struct rebatch_arena *next;
+    rebatch_pool *pool;
+    struct rbi_range *range;
+    struct rbi_block *tail;       /* the addresses that were never used; NULL: there are no more */
+    struct rbi_pool_stream *home; /* the pool's own of that stream, pinned; NULL: never opened */
+    bool is_lost;                 /* an address could not be mapped again */
+    uint64_t taken_total_bytes;
+};
 
 /* ---- scopes and tags ---- */
 
@@ -140,6 +155,7 @@ struct rebatch_pool {
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
+    struct rebatch_arena *first_arena;
     struct rbi_pool_progress progress;
     bool (*may_wait)(void *user);
     void *may_wait_user;
@@ -280,6 +296,8 @@ void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* Unmaps wholly free pages whose work is done, until `wanted` are spare or there are no more.
  * Those of `spared` (may be NULL) stay. */
 void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
+/* The same, and then those that arenas have lent. */
+void rbi_pool_harvest_all(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
 /* Unmaps pages of whole chunks, if one free block has them all and its work is done. */
 void rbi_pool_unmap_free(rebatch_pool *pool, struct rbi_range *range, char *at, size_t pages);
 /* Gives free memory back until at most `keep_bytes` are cached. What lies wholly with `spared`
@@ -326,7 +344,11 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
 /* What the device could give now, in whole pages, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
-/* What is free in the pool, and what the device could give. */
+/* What is reserved, but for free memory of arenas. */
+uint64_t rbi_pool_own_bytes(const rebatch_pool *pool);
+/* What is free in the pool, and in arenas that are lent. */
+uint64_t rbi_pool_cached(const rebatch_pool *pool);
+/* The same, and what the device could give. */
 rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool);
 /* What the host could give, in whole pages. */
 size_t rbi_pool_overflow_room(const rebatch_pool *pool);
@@ -366,6 +388,9 @@ struct rbi_mapping {
     bool at_end;                          /* out: what is served is at the end of what was found */
 };
 
+/* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones, then lent
+ * ones. */
+rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count);
 /* A place in the request's zone, mapped. */
 rebatch_status rbi_mapping_run(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_mapping *mapping);
@@ -423,6 +448,8 @@ struct rbi_request {
     bool ahead;               /* of its use, and used as a whole */
     bool beside;              /* what is promised is not for it */
     bool strikes;             /* it is to find nothing but host memory */
+    rebatch_arena *arena;     /* whose addresses it is for; NULL: of none */
+    bool claims;              /* for those that lack memory: `bytes` in all */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
@@ -444,6 +471,20 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
+/* ---- arenas (graph_arena.c) ---- */
+
+/* Finds a block for a request of an arena, or maps what was taken: then *out is a free one. */
+rebatch_status rbi_arena_search(struct rbi_block **out, rebatch_pool *pool,
+                                const struct rbi_request *request);
+/* Free memory of all arenas; what of that is lent and could be taken. */
+uint64_t rbi_arenas_free_bytes(const rebatch_pool *pool);
+uint64_t rbi_arenas_lent_bytes(const rebatch_pool *pool);
+void rbi_arenas_destroy(rebatch_pool *pool);
+
+/* An allocation, from an arena where it is not NULL (alloc.c). */
+rebatch_status rbi_pool_alloc_from(void **out, rebatch_pool *pool, rebatch_arena *arena,
+                                   size_t bytes, rebatch_stream stream, rebatch_tag tag);
+
 /* ---- checks of arguments (arguments.c) ---- */
 
 bool rbi_pool_round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);

@@ -129,7 +129,8 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
                                      ? rbi_block_split(&pool->heap, block, (size_t)(stop - first))
                                      : NULL;
         rbi_block_give(block, &pool->space->lists);
-        (void)rbi_block_put(&pool->heap, block);
+        if (!block->range->is_arena) /* whose addresses stay its own */
+            (void)rbi_block_put(&pool->heap, block);
         block = rest;
     }
     if (stop < end) {
@@ -245,6 +246,19 @@ void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_s
                 return;
 }
 
+void rbi_pool_harvest_all(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
+{
+    rbi_pool_harvest(pool, wanted, spared);
+    for (rebatch_arena *a = pool->first_arena; a && pool->vm.spare_pages < wanted; a = a->next) {
+        const size_t before = pool->vm.spare_pages;
+        if (a->range->is_kept)
+            continue;
+        rbi_lists_flush(&pool->heap, &a->own.lists);
+        (void)harvest_bins(pool, &a->own.lists.bins[0], wanted);
+        a->taken_total_bytes += (pool->vm.spare_pages - before) * pool->page_bytes;
+    }
+}
+
 /* ---- giving back ---- */
 
 void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
@@ -253,7 +267,7 @@ void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
     rbi_assert(!pool->pending);
     rbi_pool_flush_lists(pool);
     for (struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
-        for (struct rbi_block *b = r->first; b; b = b->after) {
+        for (struct rbi_block *b = r->first; b && !r->is_arena; b = b->after) {
             if (b->state != RBI_BLOCK_FREE || b->lists == &stream->lists)
                 continue;
             rbi_lists_remove(b);
@@ -315,7 +329,7 @@ static rebatch_status trim_ranges(rebatch_pool *pool, size_t keep_bytes,
 static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
                                  const struct rbi_pool_stream *spared, size_t *released_bytes)
 {
-    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
+    const uint64_t cached = rbi_pool_cached(pool);
     if (cached <= keep_bytes)
         return REBATCH_OK;
     rebatch_status status = REBATCH_OK;
@@ -327,7 +341,7 @@ static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
         rbi_pool_adopt(pool, pool->first_stream); /* pages that two streams share are free too */
     const size_t excess = (size_t)((cached - keep_bytes + pool->page_bytes - 1) / pool->page_bytes);
     const uint64_t remaps = pool->stats.remaps;
-    rbi_pool_harvest(pool, excess, spared);
+    rbi_pool_harvest_all(pool, excess, spared);
     pool->stats.remaps = remaps; /* they are not mapped elsewhere */
     const size_t keep = pool->vm.spare_pages > excess ? pool->vm.spare_pages - excess : 0;
     *released_bytes = rbi_vm_release(&pool->vm, keep) * pool->page_bytes;
@@ -381,7 +395,7 @@ static void destroy_map(rebatch_pool *pool, struct rbi_range *range)
     rbi_assert(range->map);
     const bool leave = leave_used(pool, range);
     for (const struct rbi_block *b = range->first; b; b = b->after) {
-        if (b->state == RBI_BLOCK_HOLE)
+        if (b->lists == pool->heap.holes && b->state != RBI_BLOCK_LOST)
             continue;
         const size_t offset = (size_t)(b->address - range->address);
         rbi_map_release(&pool->vm, range->map, offset / pool->page_bytes,

@@ -300,6 +300,8 @@ static rebatch_status (*const stages[])(struct rbi_block **out, rebatch_pool *po
 static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
+    if (request->arena)
+        return rbi_arena_search(out, pool, request);
     rebatch_status status = REBATCH_OOM;
     for (size_t i = 0; i < sizeof stages / sizeof *stages && status == REBATCH_OOM; i++)
         status = stages[i](out, pool, request);
@@ -336,6 +338,7 @@ static rebatch_status run_stages_beside(struct rbi_block **out, rebatch_pool *po
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
     struct rbi_request promised = *request;
     promised.bytes = pool->promised_bytes;
+    promised.arena = NULL;
     struct rbi_block *aside = set_promised_aside(pool);
     rebatch_status status = aside ? REBATCH_OK : run_stages(&aside, pool, &promised);
     if (status == REBATCH_OK)
@@ -444,7 +447,7 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
         status = run_stages_beside(out, pool, request);
         request->stage = REBATCH_STAGE_PRESSURE;
     }
-    if (status == REBATCH_OOM && !request->beside && rbi_overflow_is_open(pool))
+    if (status == REBATCH_OOM && !request->beside && !request->arena && rbi_overflow_is_open(pool))
         status = take_overflow(out, pool, request);
     return status;
 }

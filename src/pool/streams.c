@@ -234,6 +234,8 @@ bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream
     bool is_free = pool->pending != NULL;
     for (const struct rbi_pool_stream *s = pool->first_stream; s && !is_free; s = s->next)
         is_free = s != except && s->lists.free_bytes != 0;
+    for (const rebatch_arena *a = pool->first_arena; a && !is_free; a = a->next)
+        is_free = !a->range->is_kept && a->own.lists.free_bytes != 0;
     return is_free;
 }
 

@@ -75,7 +75,48 @@ static void nest(const struct world *w, bool keep)
     assert_valid(w->pool);
 }
 
-/* Touches every rung, both streams, scopes, tags, reserve, admit and trim. */
+/* A block of an arena; NULL where it has no memory for one. */
+static void *get_from(const struct world *w, rebatch_arena *arena, size_t bytes)
+{
+    void *block;
+    const rebatch_status status = rebatch_arena_alloc(&block, arena, bytes, NULL, 0);
+    expect(w, status);
+    if (block)
+        memset(block, 0x5a, bytes);
+    return block;
+}
+
+/* A claim that fails leaves the arena lent, and what is kept in it is what it was. */
+static void lend_and_claim(const struct world *w)
+{
+    rebatch_arena *arena;
+    rebatch_status status = rebatch_arena_create(&arena, w->pool);
+    if (status == REBATCH_E_UNSUPPORTED)
+        return;
+    expect(w, status);
+    if (arena && (status = rebatch_arena_open(arena, NULL)) == REBATCH_OK) {
+        unsigned char *const kept = get_from(w, arena, PAGE + 3 * KIB);
+        void *activations = get_from(w, arena, 9 * PAGE);
+        put_all(w, &activations, 1);
+        cr_assert_eq(rebatch_arena_lend(arena), REBATCH_OK);
+        void *others = get(w, 13 * PAGE, w->stream, 0);
+        assert_valid(w->pool);
+        put_all(w, &others, 1);
+        status = rebatch_arena_claim(arena);
+        assert_valid(w->pool);
+        if (status == REBATCH_OK && activations)
+            memset(activations, 0x77, 9 * PAGE);
+        for (size_t i = 0; kept && i < PAGE + 3 * KIB; i++)
+            cr_assert_eq(kept[i], 0x5a);
+        put_all(w, (void *[]){kept}, 1);
+    }
+    if (status != REBATCH_E_DEVICE) /* of an address that was lost */
+        expect(w, status);
+    rebatch_arena_destroy(arena);
+    assert_valid(w->pool);
+}
+
+/* Touches every rung, both streams, scopes, tags, arenas, reserve, admit and trim. */
 static void work(struct world *w)
 {
     rebatch_tag tag;
@@ -91,6 +132,7 @@ static void work(struct world *w)
     put_all(w, blocks, 6);
     nest(w, true);
     nest(w, false);
+    lend_and_claim(w);
     expect(w, rebatch_pool_reserve(w->pool, 8 * PAGE, NULL));
     expect(w, rebatch_pool_reserve(w->pool, 6 * PAGE, w->stream));
     expect(w, rbi_pool_admit(w->pool, 10 * PAGE, NULL));

@@ -27,6 +27,9 @@ static bool is_known_stream(const rebatch_pool *pool, const struct rbi_pool_stre
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         if (s == stream)
             return true;
+    for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
+        if (&a->own == stream)
+            return true;
     return false;
 }
 
@@ -50,7 +53,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         break;
     default:
         CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0 || b == pool->plan.arena ||
-              pool->old_buffers.aside);
+              pool->old_buffers.aside || b->range->is_arena);
     }
     CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
           (offset % pool->page_bytes == 0 && b->bytes % pool->page_bytes == 0));
@@ -218,6 +221,22 @@ static bool is_progress_valid(const struct rbi_pool_progress *progress)
     return true;
 }
 
+/* Its range has its blocks alone, and memory everywhere before its tail unless it is lent. */
+static bool is_arena_valid(const rebatch_arena *arena)
+{
+    bool is_tail = false;
+    CHECK(arena->range->is_arena);
+    for (const struct rbi_block *b = arena->range->first; b; b = b->after) {
+        const bool is_bare = b->state == RBI_BLOCK_HELD, is_lost = b->state == RBI_BLOCK_LOST;
+        CHECK(!is_tail);
+        is_tail = b == arena->tail;
+        CHECK((is_bare || is_lost) == (b->lists != &arena->own.lists));
+        CHECK(!is_bare || is_tail || !arena->range->is_kept || arena->pool->pressing > 0);
+    }
+    CHECK(is_tail == (arena->tail != NULL));
+    return true;
+}
+
 static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tally)
 {
     struct tally found;
@@ -228,8 +247,14 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (!is_stream_valid(s, &found))
             return false;
-        CHECK(pool->pressing > 0 || s->pins == 0);
+        uint64_t pins = 0;
+        for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
+            pins += a->home == s;
+        CHECK(pool->pressing > 0 || s->pins == pins);
     }
+    for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
+        if (!is_stream_valid(&a->own, &found) || !is_arena_valid(a))
+            return false;
     for (const struct rbi_block *b = pool->pending; b; b = b->next) {
         CHECK(b->state == RBI_BLOCK_PENDING && b->used);
         pending_blocks++;

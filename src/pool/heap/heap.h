@@ -97,6 +97,8 @@ struct rbi_range {
     struct rbi_block *first;
     struct rbi_map *map; /* NULL: a plain allocation */
     uint8_t zone;        /* enum rbi_zone: for which blocks it is */
+    bool is_arena;       /* nobody else has blocks at its addresses (graph_arena.c) */
+    bool is_kept;        /* nor may its free memory be used elsewhere */
     uint64_t number;     /* of its creation: ties between ranges break by it, as the device's
                             addresses need not be the same in every run */
 };

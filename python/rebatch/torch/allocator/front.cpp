@@ -1,6 +1,7 @@
 // An allocator in front of PyTorch's native CUDA allocator: ordinary memory comes from a rebatch
-// pool of each GPU; CUDA graphs, MemPools, IPC and memory history stay with the native allocator.
-// This file decides which of the two is asked. It must not know of steps and sessions.
+// pool of each GPU; CUDA graphs, MemPools, IPC and memory history stay with the native allocator,
+// but for graphs that are captured with the id of an arena of the pool. This file decides which of
+// the two is asked. It must not know of steps and sessions.
 //
 // Each pointer is freed by the allocator that gave it. The deleter of a storage names the pool, so
 // a free searches nothing, and the front can be installed when tensors exist already. Nothing here
@@ -55,12 +56,13 @@ class Front final : public Forward
         if (C10_UNLIKELY(!enabled_.load(std::memory_order_relaxed)))
             return inner_->allocate(bytes);
         const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
-        if (C10_UNLIKELY(is_routed(device, stream))) {
+        rebatch_arena *arena = nullptr;
+        if (C10_UNLIKELY(is_routed(device, stream, &arena)) && !arena) {
             void *const pointer = get_native(bytes, device, stream);
             return {pointer, pointer, &delete_any, where};
         }
         c10::DeleterFnPtr deleter = deleters[static_cast<size_t>(device)];
-        void *const pointer = get(bytes, device, stream, &deleter);
+        void *const pointer = get(bytes, device, stream, &deleter, arena);
         return {pointer, pointer, deleter, where};
     }
 
@@ -202,15 +204,41 @@ class Front final : public Forward
     }
 #endif
 
-    // ---- graphs and MemPools: the native allocator's ----
+    // ---- graphs and MemPools: the native allocator's, or an arena's ----
 
+    // Graphs that are captured with the id of a MemPool are the arena's from here on.
+    void add_arena(DeviceIndex device, MempoolId_t id, rebatch_arena *arena)
+    {
+        inner_->createOrIncrefPool(device, id); // or the id could be used for one graph only
+        std::lock_guard<std::mutex> hold(routes_lock_);
+        arenas_.push_back({device, id, arena});
+    }
+    // And no longer; what a capture that failed has left is ended.
+    void remove_arena(const rebatch_arena *arena)
+    {
+        const auto is_it = [arena](const Arena &each) { return each.arena == arena; };
+        std::unique_lock<std::mutex> hold(routes_lock_);
+        const auto found = std::find_if(arenas_.begin(), arenas_.end(), is_it);
+        const Arena gone = *found;
+        arenas_.erase(found);
+        const auto of_arena = [&gone](const Route &route) {
+            return route.device == gone.device && route.id == gone.id;
+        };
+        const auto left = std::count_if(routes_.begin(), routes_.end(), of_arena);
+        hold.unlock();
+        for (auto i = left; i > 0; i--) {
+            endAllocateToPool(gone.device, gone.id);
+            inner_->releasePool(gone.device, gone.id);
+        }
+        inner_->releasePool(gone.device, gone.id);
+    }
     void beginAllocateToPool(DeviceIndex device, MempoolId_t id,
                              std::function<bool(cudaStream_t)> filter) override
     {
         {
+            const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
             std::lock_guard<std::mutex> hold(routes_lock_);
-            routes_.push_back(
-                {device, id, filter, c10::cuda::getCurrentCUDAStream(device).stream()});
+            routes_.push_back({device, id, filter, stream, open_arena(device, id, stream)});
             route_count_ = static_cast<int>(routes_.size());
         }
         inner_->beginAllocateToPool(device, id, std::move(filter));
@@ -320,20 +348,50 @@ class Front final : public Forward
         DeviceIndex device;
         MempoolId_t id;
         std::function<bool(cudaStream_t)> takes;
-        cudaStream_t stream; // that a graph is captured on, if one is
+        cudaStream_t stream;  // that a graph is captured on, if one is
+        rebatch_arena *arena; // which serves that stream; NULL: the native allocator serves all
+    };
+    struct Arena {
+        DeviceIndex device;
+        MempoolId_t id;
+        rebatch_arena *arena;
     };
 
-    bool is_routed(DeviceIndex device, cudaStream_t stream)
+    // The arena with an id, ready for a capture. Without memory for what it has lent the capture is
+    // the native allocator's, whose OOM PyTorch expects later. With routes_lock_ held.
+    rebatch_arena *open_arena(DeviceIndex device, const MempoolId_t &id, cudaStream_t stream)
+    {
+        for (const Arena &each : arenas_)
+            if (each.device == device && each.id == id &&
+                rebatch_arena_open(each.arena, reinterpret_cast<rebatch_stream>(stream)) ==
+                    REBATCH_OK)
+                return each.arena;
+        return nullptr;
+    }
+    // Whether it is an address of an arena: what a graph uses on several streams is not given out
+    // again while it is captured.
+    bool is_of_arena(const void *pointer)
+    {
+        std::lock_guard<std::mutex> hold(routes_lock_);
+        return std::any_of(arenas_.begin(), arenas_.end(), [pointer](const Arena &each) {
+            return rebatch_arena_has(each.arena, pointer);
+        });
+    }
+
+    // Whether the native allocator serves a stream, or, where one is set, an arena.
+    bool is_routed(DeviceIndex device, cudaStream_t stream, rebatch_arena **arena)
     {
         return C10_UNLIKELY(route_count_.load(std::memory_order_acquire) != 0) &&
-               takes_route(device, stream);
+               takes_route(device, stream, arena);
     }
-    C10_NOINLINE bool takes_route(DeviceIndex device, cudaStream_t stream)
+    C10_NOINLINE bool takes_route(DeviceIndex device, cudaStream_t stream, rebatch_arena **arena)
     {
         std::lock_guard<std::mutex> hold(routes_lock_);
         for (const Route &route : routes_)
-            if (route.device == device && route.takes(stream))
+            if (route.device == device && route.takes(stream)) {
+                *arena = route.stream == stream ? route.arena : nullptr;
                 return true;
+            }
         return false;
     }
 
@@ -341,22 +399,24 @@ class Front final : public Forward
     {
         if (!enabled_)
             return inner_->raw_alloc_with_stream(bytes, stream);
-        if (is_routed(device, stream))
+        rebatch_arena *arena = nullptr;
+        if (is_routed(device, stream, &arena) && !arena)
             return get_native(bytes, device, stream);
         c10::DeleterFnPtr deleter = nullptr;
-        return get(bytes, device, stream, &deleter);
+        return get(bytes, device, stream, &deleter, arena);
     }
 
-    // Sets the deleter where the memory is not the pool's.
-    void *get(size_t bytes, DeviceIndex device, cudaStream_t stream, c10::DeleterFnPtr *deleter)
+    // From an arena, if there is one. Sets the deleter where the memory is not the pool's.
+    void *get(size_t bytes, DeviceIndex device, cudaStream_t stream, c10::DeleterFnPtr *deleter,
+              rebatch_arena *arena)
     {
         void *pointer;
         if (C10_UNLIKELY(route_count_.load(std::memory_order_relaxed) != 0)) {
             // The pool's calls to the driver do not end a capture.
             c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
-            pointer = get_from_pool(bytes, device, stream, deleter);
+            pointer = get_from_pool(bytes, device, stream, deleter, arena);
         } else {
-            pointer = get_from_pool(bytes, device, stream, deleter);
+            pointer = get_from_pool(bytes, device, stream, deleter, nullptr);
         }
         if (C10_UNLIKELY(*deleter == &delete_any))
             return pointer;
@@ -369,14 +429,16 @@ class Front final : public Forward
     }
 
     void *get_from_pool(size_t bytes, DeviceIndex device, cudaStream_t stream,
-                        c10::DeleterFnPtr *deleter)
+                        c10::DeleterFnPtr *deleter, rebatch_arena *arena)
     {
         rebatch_pool *const pool = pool_of(device);
         const rebatch_tag tag =
             slots[device].tags[size_t(current_tag())].load(std::memory_order_relaxed);
         void *pointer;
-        const rebatch_status status = rebatch_pool_alloc(
-            &pointer, pool, bytes, reinterpret_cast<rebatch_stream>(stream), tag);
+        const auto on = reinterpret_cast<rebatch_stream>(stream);
+        const rebatch_status status = C10_UNLIKELY(arena != nullptr)
+                                          ? rebatch_arena_alloc(&pointer, arena, bytes, on, tag)
+                                          : rebatch_pool_alloc(&pointer, pool, bytes, on, tag);
         if (C10_LIKELY(status == REBATCH_OK))
             return pointer;
         *deleter = &delete_any;
@@ -480,10 +542,10 @@ class Front final : public Forward
                capture != cudaStreamCaptureStatusNone;
     }
 
-    static void use_on(int device, void *pointer, CUDAStream stream)
+    void use_on(int device, void *pointer, CUDAStream stream)
     {
         // What a graph captures runs later: who made the graph keeps its inputs.
-        if (is_capturing(stream.stream()))
+        if (is_capturing(stream.stream()) && !is_of_arena(pointer))
             return;
         const rebatch_status status = rebatch_pool_use_on(
             find_pool(device), pointer, reinterpret_cast<rebatch_stream>(stream.stream()));
@@ -501,7 +563,8 @@ class Front final : public Forward
 
     std::atomic<bool> enabled_;
     std::mutex routes_lock_;
-    std::vector<Route> routes_; // to the native allocator
+    std::vector<Route> routes_; // to the native allocator, or an arena
+    std::vector<Arena> arenas_;
     std::atomic<int> route_count_{0};
 };
 
@@ -613,6 +676,32 @@ FRONT_API rebatch_status rebatch_torch_pool(rebatch_pool **out, int device)
     if (!is_slot(device))
         return REBATCH_E_NO_DEVICE;
     return open_pool(out, device);
+}
+
+// Make an arena of a GPU's pool for graphs that are captured with the id of a MempoolId_t.
+FRONT_API rebatch_status rebatch_torch_make_arena(rebatch_arena **out, int device, uint64_t first,
+                                                  uint64_t second)
+try {
+    *out = nullptr;
+    rebatch_pool *pool;
+    rebatch_status status = rebatch_torch_pool(&pool, device);
+    if (status == REBATCH_OK)
+        status = rebatch_arena_create(out, pool);
+    if (status == REBATCH_OK)
+        front->add_arena(static_cast<DeviceIndex>(device), {first, second}, *out);
+    return status;
+} catch (...) {
+    rebatch_arena_destroy(*out);
+    *out = nullptr;
+    return REBATCH_E_DEVICE;
+}
+
+FRONT_API void rebatch_torch_drop_arena(rebatch_arena *arena)
+try {
+    front->remove_arena(arena);
+    rebatch_arena_destroy(arena);
+} catch (...) {
+    rebatch_arena_destroy(arena);
 }
 
 // Frees that a pool refused, or that the native allocator did.

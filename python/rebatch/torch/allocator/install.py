@@ -36,9 +36,10 @@ def install(
     """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.
 
     It may be called at any time: tensors that exist stay where they are. Memory for CUDA graphs and
-    torch.cuda.MemPool stays with PyTorch's native allocator. The memory fraction, the observers of
-    OOMs and the switch of caching_allocator_enable() stay as they were set before. The first call
-    on a machine compiles the allocator, which takes about five seconds; the result is kept.
+    torch.cuda.MemPool stays with PyTorch's native allocator, but for graphs in an arena
+    (arenas.py). The memory fraction, the observers of OOMs and the switch of
+    caching_allocator_enable() stay as they were set before. The first call on a machine compiles
+    the allocator, which takes about five seconds; the result is kept.
 
     Args:
         limit: the most memory that rebatch and PyTorch's native allocator may hold together on each
@@ -106,6 +107,11 @@ def _load_front(options: _library.PoolOptions) -> Any:
 def installed() -> bool:
     """Whether rebatch is PyTorch's allocator in this process."""
     return _front_library is not None and bool(_front_library.rebatch_torch_is_installed())
+
+
+def front() -> Any:
+    """The library of front.cpp, once pool() has given a handle."""
+    return _front_library
 
 
 def _members(
