@@ -81,9 +81,13 @@ class Modes:
         self._modes = [*_OF_ALL, *(mode for kind in kinds for mode in _autocast(kind))]
         self._saved: List[Any] = []
 
+    def now(self) -> List[Any]:
+        """What they are."""
+        return [get() for get, _ in self._modes]
+
     def save(self) -> List[Any]:
         """Returns what was saved before."""
-        before, self._saved = self._saved, [get() for get, _ in self._modes]
+        before, self._saved = self._saved, self.now()
         return before
 
     def put_back(self) -> None:

@@ -3,10 +3,23 @@ what some places hold at one time, which can be put back. Must not know whose va
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Set, Tuple, Type, TypeVar
+from typing import (
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Set,
+    Tuple,
+    Type,
+    TypeVar,
+)
 
 import torch
 
@@ -107,9 +120,31 @@ class Saved:
 # ---- what functions name ----
 
 
-def _names_in(code: types.CodeType) -> Set[str]:
-    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """That of functions that it makes too."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _with_inner(part)
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_in(code: types.CodeType) -> FrozenSet[str]:
+    """The names of variables that are none of a function: one of an attribute may be the same."""
+    return frozenset(
+        it.argval
+        for part in _with_inner(code)
+        for it in dis.get_instructions(part)
+        if it.opname.rpartition("_")[2] in ("GLOBAL", "NAME")
+    )
+
+
+def names_in(function: Any) -> Set[str]:
+    """All that a function names: globals and attributes."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return {name for part in _with_inner(code) for name in part.co_names} if code else set()
 
 
 def named_by(function: Any) -> Iterator[Place]:
@@ -141,7 +176,7 @@ def named_by(function: Any) -> Iterator[Place]:
     for value in defaults:
         yield place_of(f"a default of {function.__name__}()", value)
     variables = function.__globals__
-    for name in sorted(_names_in(code) & set(variables)):
+    for name in sorted(_globals_in(code) & variables.keys()):
         yield Place(name, variables, name)
 
 
