@@ -91,9 +91,11 @@ REBATCH_API rebatch_status rebatch_arena_lend(rebatch_arena *arena);
 /** Claim an arena: all its addresses have memory from here on, until it is lent. What was free has
  *  undefined contents. Waits for the device if the memory for it is still used. Thread-safe.
  *  @param arena  the arena; nothing happens if it is not lent
- *  @return REBATCH_OK; REBATCH_OOM when there is not the memory: the arena is still lent;
+ *  @return REBATCH_OK; REBATCH_OOM when there is not the memory: the arena is still lent, and
+ *          neither statistics nor rebatch_pool_last_oom() count it as a request that failed;
  *          REBATCH_E_DEVICE when the device failed while it was mapped; if an address cannot be
- *          mapped again, then so does each later call */
+ *          mapped again, then so does each later call; REBATCH_E_STATE from within a pressure
+ *          callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE_LOST */
 REBATCH_API_CHECKED rebatch_status rebatch_arena_claim(rebatch_arena *arena);
 
 /** Whether an address is one of an arena's. Thread-safe.

@@ -313,7 +313,8 @@ static rebatch_status claim_locked(rebatch_arena *arena)
     status = rbi_pool_search(&ignored, pool, &request);
     arena->range->is_kept = status == REBATCH_OK;
     if (status == REBATCH_OOM)
-        status = rbi_pool_report_oom(pool, &request, bytes, "arena");
+        status =
+            rbi_error(status, "the pool took %zu bytes of the arena: expected as many free", bytes);
     rbi_request_close(&request);
     return status;
 }

@@ -481,9 +481,10 @@ uint64_t rbi_arenas_free_bytes(const rebatch_pool *pool);
 uint64_t rbi_arenas_lent_bytes(const rebatch_pool *pool);
 void rbi_arenas_destroy(rebatch_pool *pool);
 
-/* An allocation, from an arena where it is not NULL (alloc.c). */
+/* An allocation from an arena (alloc.c). */
 rebatch_status rbi_pool_alloc_from(void **out, rebatch_pool *pool, rebatch_arena *arena,
-                                   size_t bytes, rebatch_stream stream, rebatch_tag tag);
+                                   size_t bytes, rebatch_stream stream, rebatch_tag tag)
+    __attribute__((nonnull(3)));
 
 /* ---- checks of arguments (arguments.c) ---- */
 

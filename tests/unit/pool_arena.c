@@ -69,6 +69,14 @@ static size_t available(rebatch_pool *pool)
     return bytes;
 }
 
+/* The largest request that would have succeeded instead of the last that failed. */
+static size_t would_fit(rebatch_pool *pool)
+{
+    rebatch_oom_report oom;
+    cr_assert_eq(rebatch_pool_last_oom(&oom, pool), REBATCH_OK);
+    return (size_t)oom.would_fit_bytes;
+}
+
 static size_t used_of(rebatch_device *device)
 {
     rebatch_memory_info info;
@@ -115,7 +123,12 @@ Test(pool_arena, what_is_lent_serves_what_would_be_an_oom)
     rebatch_arena *const arena = open_arena(rig.pool, NULL);
     const struct graph graph = capture(rig.pool, arena, 20 * PAGE);
     assert_oom(rig.pool, 15 * PAGE); /* free in the arena is nobody else's */
+    const size_t fits = would_fit(rig.pool);
+    assert_oom(rig.pool, fits + UNIT);
+    give(rig.pool, take(rig.pool, fits));
     lend(rig.pool, arena);
+    assert_oom(rig.pool, 32 * PAGE);
+    give(rig.pool, take(rig.pool, would_fit(rig.pool)));
     void *const evaluation = take(rig.pool, 25 * PAGE);
     memset(evaluation, 5, 25 * PAGE);
     cr_assert(!rebatch_arena_has(arena, evaluation));
@@ -158,10 +171,8 @@ Test(pool_arena, a_claim_without_memory_is_an_oom_and_loses_nothing)
     memset(evaluation, 5, 25 * PAGE);
     cr_assert_eq(rebatch_arena_claim(arena), REBATCH_OOM);
     assert_valid(rig.pool);
-    rebatch_oom_report oom;
-    cr_assert_eq(rebatch_pool_last_oom(&oom, rig.pool), REBATCH_OK);
-    cr_assert_str_eq(oom.tag, "arena");
-    cr_assert_eq(oom.asked_bytes, arena_stats(arena).taken_bytes);
+    cr_assert_eq(stats_of(rig.pool).ooms, 0);
+    cr_assert_eq(rbi_pool_oom_count(rig.pool), 0);
     void *block;
     cr_assert_eq(rebatch_arena_alloc(&block, arena, UNIT, NULL, 0), REBATCH_E_STATE);
     cr_assert_null(block);
@@ -338,6 +349,15 @@ static void dawdle(void *user)
     *(bool *)user = true;
 }
 
+/* The pool knows that all work is done that the device had at a free. */
+static void await_all(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    cr_assert_eq(rbi_pool_await_all(pool), REBATCH_OK);
+    cr_assert_eq(pool->progress.done, pool->progress.frees);
+    rbi_lock_give(&pool->lock);
+}
+
 /* A replay that still runs uses the arena, though the pool has had no free since. */
 Test(pool_arena, memory_is_taken_when_the_replay_is_done)
 {
@@ -349,12 +369,11 @@ Test(pool_arena, memory_is_taken_when_the_replay_is_done)
     cr_assert_eq(rebatch_arena_alloc(&block, arena, 20 * PAGE, NULL, 0), REBATCH_E_STATE);
     cr_assert_eq(rebatch_arena_alloc(&block, arena, 20 * PAGE, stream, 0), REBATCH_OK);
     give(rig.pool, block);
-    cr_assert_eq(rbi_device_synchronize(rig.device), REBATCH_OK);
-    give(rig.pool, take(rig.pool, PAGE)); /* whose event says that all is done */
+    void *const others = take(rig.pool, 10 * PAGE);
+    await_all(rig.pool);
     bool done = false;
     cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
     lend(rig.pool, arena);
-    void *const others = take(rig.pool, 10 * PAGE);
     cr_assert(!done);
     void *const evaluation = take(rig.pool, 20 * PAGE);
     cr_assert(done);
@@ -363,6 +382,34 @@ Test(pool_arena, memory_is_taken_when_the_replay_is_done)
     rebatch_arena_destroy(arena);
     assert_valid(rig.pool);
     rebatch_stream_destroy(rig.device, stream);
+}
+
+/* So does one that began after a block of two streams was freed: it is free before the replay is
+ * done, and is not taken until then. */
+Test(pool_arena, memory_of_two_streams_is_taken_when_the_replay_is_done)
+{
+    AUTO_RIG rig = rig_open(32, NULL);
+    rebatch_stream stream, side;
+    cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_create(&side, rig.device), REBATCH_OK);
+    rebatch_arena *const arena = open_arena(rig.pool, stream);
+    void *block, *kept;
+    cr_assert_eq(rebatch_arena_alloc(&block, arena, 20 * PAGE, stream, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_arena_alloc(&kept, arena, PAGE, stream, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_use_on(rig.pool, block, side), REBATCH_OK);
+    give(rig.pool, block);
+    cr_assert_eq(rbi_device_synchronize(rig.device), REBATCH_OK);
+    bool done = false;
+    cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
+    lend(rig.pool, arena);
+    cr_assert(!done);
+    void *const evaluation = take(rig.pool, 20 * PAGE);
+    cr_assert(done);
+    give(rig.pool, evaluation);
+    give(rig.pool, kept);
+    rebatch_arena_destroy(arena);
+    rebatch_stream_destroy(rig.device, stream);
+    rebatch_stream_destroy(rig.device, side);
 }
 
 static bool never(void *user)
@@ -462,6 +509,56 @@ Test(pool_arena, admission_counts_what_is_lent)
     cr_assert_eq(rbi_pool_admit(rig.pool, 25 * PAGE, NULL), REBATCH_OK);
     assert_valid(rig.pool);
     claim(rig.pool, arena);
+    drop(rig.pool, arena, &graph);
+}
+
+/* Phases are planned for what the pool holds itself, and are made of its own calls. */
+Test(pool_arena, plans_are_not_of_arenas)
+{
+    AUTO_RIG rig = rig_open(64, NULL);
+    rebatch_arena *const first = open_arena(rig.pool, NULL);
+    const struct graph one = capture(rig.pool, first, 20 * PAGE);
+    rebatch_arena *const second = open_arena(rig.pool, NULL);
+    cr_assert_eq(rebatch_pool_mark(rig.pool, 7), REBATCH_OK);
+    const struct graph two = capture(rig.pool, second, 20 * PAGE);
+    cr_assert_eq(rig.pool->plan.marked, 7);
+    cr_assert(!rbi_pool_holds_too_much(rig.pool));
+    give(rig.pool, take(rig.pool, PAGE));
+    cr_assert_eq(rig.pool->plan.marked, 0);
+    drop(rig.pool, first, &one);
+    drop(rig.pool, second, &two);
+}
+
+/* With an update that must not fail, what is lent serves it before the host's memory does, and
+ * comes back as device memory. */
+Test(pool_arena, what_is_lent_comes_before_host_memory)
+{
+    rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
+    host.overflow_bytes = 100 * PAGE;
+    AUTO_RIG rig = {NULL, NULL};
+    cr_assert_eq(rebatch_device_open_host(&rig.device, 32 * PAGE, &host), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
+    rebatch_arena *const arena = open_arena(rig.pool, NULL);
+    const struct graph graph = capture(rig.pool, arena, 20 * PAGE);
+    lend(rig.pool, arena);
+    cr_assert_eq(rebatch_pool_allow_overflow(rig.pool, true), REBATCH_OK);
+    void *const moments = take(rig.pool, 27 * PAGE);
+    memset(moments, 6, 27 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
+    void *const more = take(rig.pool, 8 * PAGE);
+    memset(more, 7, 8 * PAGE);
+    cr_assert_gt(stats_of(rig.pool).overflow_bytes, 0);
+    cr_assert_eq(rebatch_arena_claim(arena), REBATCH_OOM); /* it takes none of the host's */
+    cr_assert_eq(rebatch_pool_allow_overflow(rig.pool, false), REBATCH_OK);
+    give(rig.pool, moments);
+    claim(rig.pool, arena);
+    lend(rig.pool, arena);
+    cr_assert_eq(rebatch_pool_allow_overflow(rig.pool, false), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
+    assert_filled(more, 8 * PAGE, 7);
+    claim(rig.pool, arena);
+    replay(&graph, 20 * PAGE);
+    give(rig.pool, more);
     drop(rig.pool, arena, &graph);
 }
 

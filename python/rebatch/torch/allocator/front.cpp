@@ -239,7 +239,7 @@ class Front final : public Forward
             const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
             std::lock_guard<std::mutex> hold(routes_lock_);
             routes_.push_back({device, id, filter, stream, open_arena(device, id, stream)});
-            route_count_ = static_cast<int>(routes_.size());
+            route_count = static_cast<int>(routes_.size());
         }
         inner_->beginAllocateToPool(device, id, std::move(filter));
     }
@@ -252,7 +252,7 @@ class Front final : public Forward
                     routes_.erase(route);
                     break;
                 }
-            route_count_ = static_cast<int>(routes_.size());
+            route_count = static_cast<int>(routes_.size());
         }
         inner_->endAllocateToPool(device, id);
     }
@@ -308,7 +308,7 @@ class Front final : public Forward
     // While a graph is captured, a wait for the GPU would end that.
     bool may_wait()
     {
-        if (C10_LIKELY(route_count_.load() == 0))
+        if (C10_LIKELY(route_count.load() == 0))
             return true;
         std::lock_guard<std::mutex> hold(routes_lock_);
         return std::none_of(routes_.begin(), routes_.end(),
@@ -337,7 +337,7 @@ class Front final : public Forward
     {
         const size_t before = reserved_bytes(device), limit_before = slots[device].pool_limit;
         // While a graph is captured the native allocator must not free.
-        if (before > inner_bytes(device, &DeviceStats::allocated_bytes) && route_count_ == 0)
+        if (before > inner_bytes(device, &DeviceStats::allocated_bytes) && route_count == 0)
             inner_->emptyCache({0, 0});
         (void)limit_pool(device);
         return less(before, reserved_bytes(device)) + less(slots[device].pool_limit, limit_before);
@@ -381,7 +381,7 @@ class Front final : public Forward
     // Whether the native allocator serves a stream, or, where one is set, an arena.
     bool is_routed(DeviceIndex device, cudaStream_t stream, rebatch_arena **arena)
     {
-        return C10_UNLIKELY(route_count_.load(std::memory_order_acquire) != 0) &&
+        return C10_UNLIKELY(route_count.load(std::memory_order_acquire) != 0) &&
                takes_route(device, stream, arena);
     }
     C10_NOINLINE bool takes_route(DeviceIndex device, cudaStream_t stream, rebatch_arena **arena)
@@ -411,7 +411,7 @@ class Front final : public Forward
               rebatch_arena *arena)
     {
         void *pointer;
-        if (C10_UNLIKELY(route_count_.load(std::memory_order_relaxed) != 0)) {
+        if (C10_UNLIKELY(route_count.load(std::memory_order_relaxed) != 0)) {
             // The pool's calls to the driver do not end a capture.
             c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
             pointer = get_from_pool(bytes, device, stream, deleter, arena);
@@ -565,7 +565,6 @@ class Front final : public Forward
     std::mutex routes_lock_;
     std::vector<Route> routes_; // to the native allocator, or an arena
     std::vector<Arena> arenas_;
-    std::atomic<int> route_count_{0};
 };
 
 Front *front;

@@ -8,6 +8,7 @@
 
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <algorithm>
 #include <array>
@@ -51,6 +52,7 @@ Slot slots[MOST_DEVICES];
 std::mutex slots_lock; // opening, limits, and totals that were reset
 rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
 std::atomic<uint64_t> refused_frees{0};
+std::atomic<int> route_count{0}; // captures and MemPools that are in use (front.cpp)
 
 size_t less(size_t bytes, size_t taken)
 {
@@ -211,6 +213,13 @@ C10_NOINLINE void tell_profiler_of_free(int device, void *pointer)
         tell_profiler(device, pointer, -static_cast<int64_t>(bytes));
 }
 
+// A limit that was lowered may unmap pages: in the relaxed mode that does not end a capture.
+C10_NOINLINE rebatch_status free_in_capture(rebatch_pool *pool, void *pointer)
+{
+    c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
+    return rebatch_pool_free(pool, pointer);
+}
+
 // Memory of the pool on `device`. Nothing leaves it: it is a deleter.
 void give_back(int device, void *pointer) noexcept
 try {
@@ -220,8 +229,10 @@ try {
         (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
     if (C10_UNLIKELY(c10::memoryProfilingEnabled()))
         tell_profiler_of_free(device, pointer);
-    if (C10_UNLIKELY(rebatch_pool_free(slots[device].pool.load(std::memory_order_acquire),
-                                       pointer) != REBATCH_OK))
+    rebatch_pool *const pool = slots[device].pool.load(std::memory_order_acquire);
+    const bool is_routed = C10_UNLIKELY(route_count.load(std::memory_order_relaxed) != 0);
+    if (C10_UNLIKELY((is_routed ? free_in_capture(pool, pointer)
+                                : rebatch_pool_free(pool, pointer)) != REBATCH_OK))
         refused_frees++;
 } catch (...) {
     refused_frees++;
