@@ -35,8 +35,8 @@ FOLDER_FLAGS = {
 COMMAND, PRELOADED = Path("src/cli"), Path("preload")
 # All that a source distribution has a copy of.
 SOURCES = ("src", "include", "preload", "examples/output.h")
-# Their stand-ins, settings_file_absent.c and store_absent.c, need no libconfig.
-NEED_LIBCONFIG = {Path("src/config/settings_file.c"), Path("src/probe/store.c")}
+# Its stand-in, settings_file_absent.c, needs no libconfig.
+NEEDS_LIBCONFIG = Path("src/config/settings_file.c")
 
 
 def sources() -> list[Path]:
@@ -48,7 +48,7 @@ def sources() -> list[Path]:
             f"rebatch: the C sources are not in {ROOT}/src; "
             "install from a whole checkout, with pip 21.3 or newer"
         )
-    return [f for f in found if f not in NEED_LIBCONFIG]
+    return [f for f in found if f != NEEDS_LIBCONFIG]
 
 
 def version() -> str:

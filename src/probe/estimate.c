@@ -12,7 +12,7 @@ struct rbi_trace *rbi_search_latest(struct rbi_search *s)
     return NULL;
 }
 
-rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *s)
+static rebatch_status make_model(struct rbi_model *out, struct rbi_search *s)
 {
     struct rbi_traces traces = {
         .count = s->whole_count, .latest = rbi_search_latest(s), .cut = &s->cut};
@@ -29,7 +29,7 @@ rebatch_status rbi_search_model(struct rbi_search *s)
     if (s->is_model_made)
         return REBATCH_OK;
     rbi_model_release(&s->model);
-    const rebatch_status status = rbi_search_make(&s->model, s);
+    const rebatch_status status = make_model(&s->model, s);
     s->setting.first =
         s->whole_count && s->whole[0].count == s->least && s->is_first_kept ? &s->whole[0] : NULL;
     s->is_model_made = status == REBATCH_OK;
@@ -62,16 +62,10 @@ size_t rbi_search_allowed(const struct rbi_search *s, size_t size)
     return allowed > s->fits ? allowed : 0;
 }
 
-size_t rbi_search_next_larger(const struct rbi_search *s)
-{
-    const size_t next = s->round_up(s->limits, s->fits + 1);
-    return next < s->fails && next <= s->most ? next : 0;
-}
-
 size_t rbi_search_allowed_near(const struct rbi_search *s, size_t size)
 {
-    const size_t below = rbi_search_allowed(s, size);
-    return below ? below : rbi_search_next_larger(s);
+    const size_t below = rbi_search_allowed(s, size), next = s->round_up(s->limits, s->fits + 1);
+    return below ? below : next < s->fails && next <= s->most ? next : 0;
 }
 
 size_t rbi_search_ran_below(const struct rbi_search *s, size_t count)

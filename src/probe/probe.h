@@ -337,8 +337,7 @@ size_t rbi_probe_round_up(void *limits, size_t size);
 
 /* The trace of the last trial that ran; NULL: none. */
 struct rbi_trace *rbi_search_latest(struct rbi_search *search);
-/* Makes a model of all that was seen up to now: a new one, or the search's own. */
-rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *search);
+/* Makes the search's model, of all that was seen up to now. */
 rebatch_status rbi_search_model(struct rbi_search *search);
 /* What a size does now, as far as that is known. */
 rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *search,
@@ -346,9 +345,7 @@ rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *
 bool rbi_search_may_go_on(const struct rbi_search *search);
 /* The largest allowed size of at most `size` that is above what ran; 0: none. */
 size_t rbi_search_allowed(const struct rbi_search *search, size_t size);
-/* The smallest allowed size above what ran, and below what failed; 0: none. */
-size_t rbi_search_next_larger(const struct rbi_search *search);
-/* The first of these two, or else the second. */
+/* Or else the smallest above what ran, and below what failed. */
 size_t rbi_search_allowed_near(const struct rbi_search *search, size_t size);
 /* The largest size below `count` that ran; 0: none. */
 size_t rbi_search_ran_below(const struct rbi_search *search, size_t count);

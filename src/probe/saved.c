@@ -23,7 +23,6 @@
     X("admission", rbi_is_on(s->admission))                                                        \
     X("stop", s->on_oom == REBATCH_ON_OOM_STOP)                                                    \
     X("lighten", rbi_session_level(rb))                                                            \
-    X("fastest", o->choose == REBATCH_PROBE_FASTEST)                                               \
     X("reserve_bytes", o->reserve_bytes)                                                           \
     X("choose", o->choose)                                                                         \
     X("limit_bytes", p->limit_bytes)                                                               \
@@ -130,8 +129,7 @@ rebatch_status rbi_saved_open(struct rbi_saved *saved, rebatch *rb,
 
 void rbi_saved_close(struct rbi_saved *saved, const rebatch_probe_report *report, size_t too_large)
 {
-    struct rbi_store_result result = {.size = report->size,
-                                      .peak_bytes = report->measured_peak_bytes};
+    struct rbi_store_result result = {.size = report->size};
     if (too_large != SIZE_MAX) {
         result.too_large = too_large;
         result.room_bytes = saved->room_bytes;

@@ -11,7 +11,6 @@
 
 struct rbi_store_result {
     uint64_t size; /* the micro-batch; 0: there is no result */
-    uint64_t peak_bytes;
     /* The smallest size that was run and did not fit, and what there was to be had when that probe
      * began: with no more of it, it does not fit now. 0, 0: not known. */
     uint64_t too_large, room_bytes;
@@ -20,8 +19,7 @@ struct rbi_store_result {
 /* Looks up what is kept under `key`.
  *  @param[out] out  zeroed when there is none
  *  @return REBATCH_OK, also when there is none, or no file; REBATCH_E_IO; REBATCH_E_PARSE when it
- *          is no such file, or has damaged entries, which are not believed; REBATCH_E_HOST_OOM;
- *          REBATCH_E_UNSUPPORTED in a build without libconfig */
+ *          is no such file, or has damaged entries, which are not believed; REBATCH_E_HOST_OOM */
 rebatch_status rbi_store_find(struct rbi_store_result *out, const char *path, const char *key);
 /* Puts a result under `key`. Other entries stay, but for damaged ones, and for the oldest when
  * there are more than RBI_STORE_ENTRIES. On failure the file is as it was. */

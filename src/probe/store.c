@@ -1,8 +1,7 @@
-/* Owns the file of what probes have found, which libconfig reads and writes.
+/* Owns the file of what probes have found: a line of text for each result.
  * Must not know sessions, or how a size was found. */
 #include <errno.h>
 #include <inttypes.h>
-#include <libconfig.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,136 +12,122 @@
 #include "probe/saved.h"
 
 #define HEADER "# rebatch: what probes have found\n"
-#define LIST "results"
 #define BYTES_MOST ((size_t)1 << 20)
+#define KEY_BYTES 8192
 
-/* X(member of a result); an entry has them beside its key and a checksum. */
-#define MEMBERS(X) X(size) X(peak_bytes) X(too_large) X(room_bytes)
+struct line {
+    char *text; /* "CHECKSUM SIZE TOO_LARGE ROOM_BYTES KEY" */
+    const char *key;
+    struct rbi_store_result result;
+};
 
-/* FNV-1a of the key and the numbers. */
-static uint64_t checksum(const char *key, const struct rbi_store_result *result)
+/* Keys stand in the file without line breaks. */
+static void write_key(char text[static KEY_BYTES], const char *key)
 {
-    char numbers[128];
-    struct rbi_text t = {numbers, sizeof numbers, 0};
-#define ADD(member) rbi_text_add(&t, " %" PRIu64, result->member);
-    MEMBERS(ADD)
-    const char *const parts[] = {key, numbers};
+    struct rbi_text t = {text, KEY_BYTES, 0};
+    for (const char *c = key; *c; c++)
+        rbi_text_add(&t, *c == '\\' || (unsigned char)*c < ' ' ? "\\x%02x" : "%c",
+                     (unsigned char)*c);
+    rbi_assert(t.length < t.size);
+}
+
+/* FNV-1a of the rest of the line. */
+static uint64_t checksum(const char *rest)
+{
     uint64_t sum = 0xcbf29ce484222325;
-    for (size_t i = 0; i < 2; i++)
-        for (const char *at = parts[i]; *at; at++)
-            sum = (sum ^ (unsigned char)*at) * 0x100000001b3;
+    for (const char *at = rest; *at; at++)
+        sum = (sum ^ (unsigned char)*at) * 0x100000001b3;
     return sum;
 }
 
-/* False when it is none, or damaged. */
-static bool read_entry(struct rbi_store_result *out, const char **key,
-                       const config_setting_t *entry)
+/* The next line of the text; false at its end. A damaged line has no key. */
+static bool next_line(struct line *line, char **text)
 {
-    long long sum, number;
-#define READ(member)                                                                               \
-    if (!config_setting_lookup_int64(entry, #member, &number))                                     \
-        return false;                                                                              \
-    out->member = (uint64_t)number;
-    MEMBERS(READ)
-    return config_setting_lookup_string(entry, "key", key) &&
-           config_setting_lookup_int64(entry, "sum", &sum) && (uint64_t)sum == checksum(*key, out);
+    char *at;
+    if (**text == '\0')
+        return false;
+    *line = (struct line){.text = *text};
+    *text += strcspn(*text, "\n");
+    if (**text)
+        *(*text)++ = '\0';
+    const uint64_t sum = strtoull(line->text, &at, 16);
+    if (*at != ' ' || sum != checksum(at + 1))
+        return true;
+    line->result.size = strtoull(at, &at, 10);
+    line->result.too_large = strtoull(at, &at, 10);
+    line->result.room_bytes = strtoull(at, &at, 10);
+    line->key = at + (*at == ' ');
+    return true;
 }
 
-/* Not by libconfig's config_write(), a name that a program may have for a function of its own. */
-static void print_entry(FILE *stream, const char *key, const struct rbi_store_result *result)
+/* The lines after the first one: *lines is "" where there is no file. The heap's is *text. */
+static rebatch_status read_lines(char **text, char **lines, const char *path)
 {
-    char text[8192];
-    struct rbi_text t = {text, sizeof text, 0};
-    rbi_text_add(&t, "{ key = \"");
-    for (const char *c = key; *c; c++)
-        rbi_text_add(&t, *c == '"' || *c == '\\' || (unsigned char)*c < ' ' ? "\\x%02x" : "%c",
-                     (unsigned char)*c);
-    rbi_text_add(&t, "\";");
-#define PRINT(member) rbi_text_add(&t, " " #member " = %" PRId64 "L;", (int64_t)result->member);
-    MEMBERS(PRINT)
-    rbi_text_add(&t, " sum = %" PRId64 "L; }", (int64_t)checksum(key, result));
-    rbi_assert(t.length < t.size);
-    (void)fputs(text, stream);
-}
-
-/* The tree stays empty where there is no file, and where it begins otherwise than ours do. */
-static rebatch_status read_tree(config_t *tree, const char *path)
-{
+    static char none[] = "";
     struct stat about;
+    size_t length;
+    *text = NULL;
+    *lines = none;
     if (stat(path, &about) != 0)
         return errno == ENOENT
                    ? REBATCH_OK
                    : rbi_error(REBATCH_E_IO, "%.200s cannot be read: %s", path, strerror(errno));
     if (!S_ISREG(about.st_mode)) /* a pipe would be waited for */
         return rbi_error(REBATCH_E_IO, "%.200s is no regular file", path);
-    char *text;
-    size_t length;
-    rebatch_status status = rbi_file_read(&text, &length, path, BYTES_MOST);
-    if (status || length == 0) {
-        rbi_heap_free(text);
+    const rebatch_status status = rbi_file_read(text, &length, path, BYTES_MOST);
+    if (status || length == 0)
         return status;
-    }
-    if (strncmp(text, HEADER, sizeof HEADER - 1) != 0)
-        status = rbi_error(REBATCH_E_PARSE,
-                           "%.200s has no results of probes in it: it is left alone", path);
-    else if (!config_read_string(tree, text))
-        status = rbi_error(REBATCH_E_PARSE, "%.200s:%d: %s: it is left alone", path,
-                           config_error_line(tree), config_error_text(tree));
-    rbi_heap_free(text);
-    return status;
-}
-
-/* NULL: there is none. */
-static const config_setting_t *list_of(const config_t *tree)
-{
-    const config_setting_t *list = config_lookup(tree, LIST);
-    return list && config_setting_is_list(list) ? list : NULL;
+    if (strncmp(*text, HEADER, sizeof HEADER - 1) != 0)
+        return rbi_error(REBATCH_E_PARSE, "%.200s has no results of probes in it: it is left alone",
+                         path);
+    *lines = *text + sizeof HEADER - 1;
+    return REBATCH_OK;
 }
 
 rebatch_status rbi_store_find(struct rbi_store_result *out, const char *path, const char *key)
 {
-    config_t tree;
+    char own[KEY_BYTES], *text, *lines;
+    struct line line;
     *out = (struct rbi_store_result){0};
-    config_init(&tree);
-    rebatch_status status = read_tree(&tree, path);
-    const config_setting_t *list = status ? NULL : list_of(&tree);
-    const int count = list ? config_setting_length(list) : 0;
-    for (int i = 0; i < count; i++) {
-        const config_setting_t *entry = config_setting_get_elem(list, (unsigned)i);
-        struct rbi_store_result result;
-        const char *its_key;
-        if (!read_entry(&result, &its_key, entry))
+    write_key(own, key);
+    rebatch_status status = read_lines(&text, &lines, path);
+    for (unsigned number = 2; next_line(&line, &lines); number++) {
+        if (!line.key)
             status = rbi_error(REBATCH_E_PARSE, "%.200s:%u: a damaged entry is not believed", path,
-                               config_setting_source_line(entry));
-        else if (strcmp(its_key, key) == 0)
-            *out = result;
+                               number);
+        else if (strcmp(line.key, own) == 0)
+            *out = line.result;
     }
-    config_destroy(&tree);
+    rbi_heap_free(text);
     return status;
 }
 
-/* Of the list what is good and of other keys, and the new entry last, so that the first are the
+/* Of the lines what is good and of other keys, and the new one last, so that the first are the
  * oldest. */
-static void print_all(FILE *stream, const config_setting_t *list, const char *key,
+static void print_all(FILE *stream, char *lines, const char *key,
                       const struct rbi_store_result *result)
 {
-    const int count = list ? config_setting_length(list) : 0;
-    (void)fputs(HEADER LIST " = (\n", stream);
-    for (int i = rbi_max(count, RBI_STORE_ENTRIES - 1) - (RBI_STORE_ENTRIES - 1); i < count; i++) {
-        struct rbi_store_result other;
-        const char *its_key;
-        if (!read_entry(&other, &its_key, config_setting_get_elem(list, (unsigned)i)) ||
-            strcmp(its_key, key) == 0)
-            continue;
-        print_entry(stream, its_key, &other);
-        (void)fputs(",\n", stream);
-    }
-    print_entry(stream, key, result);
-    (void)fputs("\n);\n", stream);
+    char rest[KEY_BYTES + 64] = "", sum[20] = "";
+    size_t count = 1;
+    struct line line;
+    for (const char *at = lines; *at; at++)
+        count += *at == '\n';
+    (void)fputs(HEADER, stream);
+    for (; next_line(&line, &lines); count--)
+        if (count <= RBI_STORE_ENTRIES && line.key && strcmp(line.key, key) != 0) {
+            (void)fputs(line.text, stream);
+            (void)fputs("\n", stream);
+        }
+    rbi_text_add(&(struct rbi_text){rest, sizeof rest, 0}, "%" PRIu64 " %" PRIu64 " %" PRIu64 " %s",
+                 result->size, result->too_large, result->room_bytes, key);
+    rbi_text_add(&(struct rbi_text){sum, sizeof sum, 0}, "%016" PRIx64 " ", checksum(rest));
+    (void)fputs(sum, stream);
+    (void)fputs(rest, stream);
+    (void)fputs("\n", stream);
 }
 
 /* Writes beside the file and renames, so that whatever happens the old one is there or the new. */
-static rebatch_status write_file(const char *path, const config_setting_t *list, const char *key,
+static rebatch_status write_file(const char *path, char *lines, const char *key,
                                  const struct rbi_store_result *result)
 {
     char beside[PATH_MAX];
@@ -150,7 +135,7 @@ static rebatch_status write_file(const char *path, const config_setting_t *list,
     const int file = mkstemp(beside);
     FILE *stream = file < 0 ? NULL : fdopen(file, "w");
     if (stream) {
-        print_all(stream, list, key, result);
+        print_all(stream, lines, key, result);
         const bool is_written = fflush(stream) == 0 && !ferror(stream) && fsync(file) == 0;
         (void)fchmod(file, 0644);
         (void)fclose(stream);
@@ -167,11 +152,11 @@ static rebatch_status write_file(const char *path, const config_setting_t *list,
 rebatch_status rbi_store_put(const char *path, const char *key,
                              const struct rbi_store_result *result)
 {
-    config_t tree;
-    config_init(&tree);
-    rebatch_status status = read_tree(&tree, path);
+    char own[KEY_BYTES], *text, *lines;
+    write_key(own, key);
+    rebatch_status status = read_lines(&text, &lines, path);
     if (!status)
-        status = write_file(path, list_of(&tree), key, result);
-    config_destroy(&tree);
+        status = write_file(path, lines, own, result);
+    rbi_heap_free(text);
     return status;
 }

@@ -189,9 +189,9 @@ Test(probe_saved, damage_is_warned_of_and_mended)
     const rebatch_options session = listening(&heard);
     const size_t size = probe(MIB(12), NULL, 64, "typical").size;
     char *text = config_read(NAME);
-    char *digit = strstr(text, "size = ");
+    char *digit = strchr(strchr(text, '\n'), ' ');
     cr_assert_not_null(digit);
-    digit[strlen("size = ")]++;
+    digit[1]++; /* of the size */
     config_write(NAME, text);
     free(text);
     rebatch_probe_report report = probe(MIB(12), &session, 64, "typical");
