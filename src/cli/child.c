@@ -27,7 +27,7 @@ struct child {
     pid_t pid;
     int socket;
     const struct rbi_child_listener *listener;
-    bool has_ended, is_done;
+    bool has_ended;
     struct rbi_child_end *end;
 };
 
@@ -105,6 +105,19 @@ static void look_for_end(struct child *child, int flags)
         child_pid = 0;
 }
 
+/* "CODE LENGTH", a newline, LENGTH bytes for stderr, and what is for stdout. */
+static void print_answer(struct rbi_child_end *end, const char *text)
+{
+    char *at;
+    end->answer = (int)strtol(text, &at, 10);
+    const size_t length = strtoul(at, &at, 10);
+    if (*at != '\n' || strlen(at + 1) < length)
+        return;
+    end->has_answer = true;
+    fwrite(at + 1, 1, length, stderr);
+    fputs(at + 1 + length, stdout);
+}
+
 /* False at the end of the messages, or where there is none now. */
 static bool hear(struct child *child)
 {
@@ -117,7 +130,10 @@ static bool hear(struct child *child)
     char *text = strchr(message, ' ');
     if (text) {
         *text = '\0';
-        child->is_done |= child->listener->on_message(child->listener->user, message, text + 1);
+        if (strcmp(message, "answer") == 0 && !child->end->has_answer)
+            print_answer(child->end, text + 1);
+        else if (child->listener)
+            child->listener->on_message(child->listener->user, message, text + 1);
     }
     return true;
 }
@@ -139,13 +155,13 @@ static void watch(struct child *child)
         (void)poll(&fd, 1, LOOK_MS);
         if (fd.revents & POLLIN)
             (void)hear(child);
-        else if (fd.revents && !child->is_done) { /* nobody has the other end any more */
+        else if (fd.revents && !child->end->has_answer) { /* nobody has the other end any more */
             look_for_end(child, 0);
             continue;
         } else if (fd.revents)
             (void)poll(NULL, 0, LOOK_MS);
         look_for_end(child, WNOHANG);
-        if (child->is_done && !done_at)
+        if (child->end->has_answer && !done_at)
             done_at = now_ms();
         if (!child->has_ended && done_at && now_ms() - done_at > GRACE_MS) {
             (void)kill(child->pid, signal_number);
@@ -181,20 +197,6 @@ bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
     }
     (void)close(sockets[0]);
     return true;
-}
-
-/* ---- what it answers ---- */
-
-void rbi_child_print_answer(struct rbi_child_answer *answer, const char *text)
-{
-    char *end;
-    answer->code = (int)strtol(text, &end, 10);
-    const size_t length = strtoul(end, &end, 10);
-    if (*end != '\n' || strlen(end + 1) < length)
-        return;
-    answer->is_there = true;
-    fwrite(end + 1, 1, length, stderr);
-    fputs(end + 1 + length, stdout);
 }
 
 /* ---- how it ended ---- */

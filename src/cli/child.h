@@ -8,8 +8,7 @@
 
 /* What the library says: a word, and what comes behind it. */
 struct rbi_child_listener {
-    /* `text` ends in a zero byte; true: nothing more is needed, and the program may be ended. */
-    bool (*on_message)(void *user, const char *kind, const char *text);
+    void (*on_message)(void *user, const char *kind, const char *text); /* both end in a zero */
     void *user;
 };
 
@@ -17,10 +16,13 @@ struct rbi_child_end {
     int exec_error;   /* errno of a program that could not be run; 0: it ran */
     int status;       /* as waitpid() gives it */
     bool has_stepped; /* a library within it said something: of a step, or of CUDA's memory */
+    bool has_answer;  /* to a probe or a check, which is printed; the program may have been ended */
+    int answer;       /* what to exit with then */
 };
 
 /* Runs arguments[0], found as a shell does, and waits for its end.
- *  @param quiet  what it prints goes to stderr
+ *  @param quiet     what it prints goes to stderr
+ *  @param listener  of messages that are no answer; may be NULL
  *  @return false when it could not even be tried, which is said on stderr */
 bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
                    const struct rbi_child_listener *listener);
@@ -39,15 +41,6 @@ struct rbi_child_text rbi_child_describe(int status);
 /* Has the program load librebatch_wrap.so, after what LD_PRELOAD names already. False when the
  * library is not found. */
 bool rbi_child_preload(void);
-
-/* What the library answers to a probe or a check. */
-struct rbi_child_answer {
-    bool is_there;
-    int code; /* to exit with */
-};
-/* Prints an "answer" message: "CODE LENGTH", a newline, LENGTH bytes for stderr, and what is for
- * stdout. */
-void rbi_child_print_answer(struct rbi_child_answer *answer, const char *text);
 
 /* ---- options that `probe` and `run` share ---- */
 

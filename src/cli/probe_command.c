@@ -2,8 +2,6 @@
  * Must not know the library's inside: public headers only. */
 #include <getopt.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "cli/child.h"
 #include "cli/command.h"
@@ -78,26 +76,6 @@ static bool ask(const struct request *request)
     return rbi_child_set("REBATCH_PROBE_ONLY", request->json ? "json" : "1") && rbi_child_check();
 }
 
-/* ---- what the library says ---- */
-
-struct heard {
-    bool is_quiet; /* of trials */
-    struct rbi_child_answer answer;
-};
-
-static bool on_message(void *user, const char *kind, const char *text)
-{
-    struct heard *heard = user;
-    const bool is_trial = strcmp(kind, "trial") == 0;
-    if (strcmp(kind, "answer") == 0 && !heard->answer.is_there) {
-        rbi_child_print_answer(&heard->answer, text);
-        return true;
-    }
-    if ((is_trial && !heard->is_quiet) || strcmp(kind, "event") == 0)
-        fprintf(stderr, "rebatch: %s\n", text);
-    return false;
-}
-
 int rbi_probe_main(int count, char **arguments)
 {
     struct request request;
@@ -107,14 +85,12 @@ int rbi_probe_main(int count, char **arguments)
         return code;
     if (!ask(&request))
         return RBI_EXIT_USAGE;
-    struct heard heard = {.is_quiet = request.json};
-    const struct rbi_child_listener listener = {on_message, &heard};
-    if (!rbi_child_run(&end, request.program, true, &listener))
+    if (!rbi_child_run(&end, request.program, true, NULL))
         return RBI_EXIT_FAILED;
     if (end.exec_error)
         return rbi_child_refuse(request.program[0], end.exec_error);
-    if (heard.answer.is_there)
-        return heard.answer.code;
+    if (end.has_answer)
+        return end.answer;
     fprintf(stderr, "rebatch: %.200s %s %s\n", request.program[0],
             rbi_child_describe(end.status).text,
             end.has_stepped   ? "and never finished its probe"

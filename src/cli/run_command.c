@@ -201,34 +201,28 @@ struct summaries {
         char key[64], text[4800];
     } last[SESSIONS];
     size_t count;
-    struct rbi_child_answer answer; /* of a check */
-    bool has_begun;                 /* a step */
+    bool has_begun; /* a step */
 };
 
 /* "KEY SENTENCE" */
-static bool on_message(void *user, const char *kind, const char *text)
+static void on_message(void *user, const char *kind, const char *text)
 {
     struct summaries *summaries = user;
     const size_t length = strcspn(text, " ");
-    if (strcmp(kind, "answer") == 0 && !summaries->answer.is_there) {
-        rbi_child_print_answer(&summaries->answer, text);
-        return true;
-    }
     summaries->has_begun |= strcmp(kind, "begun") == 0;
     if (strcmp(kind, "run") != 0 || text[length] == '\0' || length >= sizeof summaries->last[0].key)
-        return false;
+        return;
     size_t at = 0;
     while (at < summaries->count && (strncmp(summaries->last[at].key, text, length) != 0 ||
                                      summaries->last[at].key[length] != '\0'))
         at++;
     if (at == SESSIONS)
-        return false;
+        return;
     summaries->count += at == summaries->count;
     (void)snprintf(summaries->last[at].key, sizeof summaries->last[at].key, "%.*s", (int)length,
                    text);
     (void)snprintf(summaries->last[at].text, sizeof summaries->last[at].text, "%s",
                    text + length + 1);
-    return false;
 }
 
 static void print(const struct summaries *summaries)
@@ -321,8 +315,8 @@ int rbi_run_main(int count, char **arguments)
         return RBI_EXIT_FAILED;
     if (end.exec_error)
         return rbi_child_refuse(program[0], end.exec_error);
-    if (summaries.answer.is_there)
-        return summaries.answer.code;
+    if (end.has_answer)
+        return end.answer;
     print(&summaries);
     explain_end(program[0], end.status, &summaries);
     explain_record();

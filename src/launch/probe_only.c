@@ -14,6 +14,7 @@ enum { EXIT_FOUND, EXIT_FAILED, EXIT_NOTHING_FITS = 3 };
 
 struct only {
     struct rbi_run *run;
+    enum rbi_probe_form form;
     void (*on_event)(const rebatch_event *event, void *user); /* the program's */
     void *on_event_user;
     struct rbi_probe_result result;
@@ -50,24 +51,27 @@ static void note_trial(struct only *only, const rebatch_event *event)
     }
 }
 
-/* What the command says of a trial, the program does not. */
+/* Beside a command's object, trials are not said; without a command the program says what it
+ * wants to. */
 static void on_event(const rebatch_event *event, void *user)
 {
     struct only *only = user;
-    char line[512] = "";
+    const bool is_trial = event->kind == REBATCH_EVENT_TRIAL;
+    char line[512], said[480];
     struct rbi_text t = {line, sizeof line, 0};
-    if (event->kind == REBATCH_EVENT_TRIAL)
+    if (is_trial)
         note_trial(only, event);
     if (only->run->settings.report < 0) {
         if (only->on_event)
             only->on_event(event, only->on_event_user);
         return;
     }
-    char said[480];
+    if (is_trial && only->form == RBI_PROBE_JSON)
+        return;
     (void)rebatch_event_format(said, sizeof said, event);
     const char *text = strstr(said, ": ") ? strstr(said, ": ") + 2 : said; /* behind the step */
-    rbi_text_add(&t, "%s %s", event->kind == REBATCH_EVENT_TRIAL ? "trial" : "event", text);
-    (void)rbi_report_send(only->run, line, rbi_min(t.length, sizeof line - 1));
+    rbi_text_add(&t, "rebatch: %s\n", text);
+    (void)rbi_report_write(STDERR_FILENO, line, rbi_min(t.length, sizeof line - 1));
 }
 
 /* ---- the probe ---- */
@@ -204,7 +208,7 @@ static int describe_result(struct only *only)
     const bool is_memory = result->status == REBATCH_E_EXHAUSTED || result->status == REBATCH_OOM;
     if (result->status)
         complain(only, is_memory);
-    if (only->run->settings.probe == RBI_PROBE_JSON)
+    if (only->form == RBI_PROBE_JSON)
         rbi_probe_add_json(&t, result);
     else if (!result->status)
         rbi_probe_add_table(&t, result);
@@ -220,7 +224,7 @@ _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, 
     only.on_event = own->on_event;
     only.on_event_user = own->on_event_user;
     rbi_event_redirect(run->rb, on_event, &only); /* trials are the table */
-    const enum rbi_probe_form form = run->settings.probe;
+    only.form = run->settings.probe;
     run->settings.probe = RBI_PROBE_NONE;
     only.result.status = probe(&only, ops, batch, user, options);
     if (only.result.status) {
@@ -231,7 +235,6 @@ _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, 
         else /* the program would have said more */
             rbi_text_add(&t, "a callback returned %s", rebatch_status_name(only.result.status));
     }
-    run->settings.probe = form;
     const int code = describe_result(&only);
     rbi_report_end(run, code, only.complaint, only.text);
 }

@@ -105,7 +105,7 @@ Test(cli_gpt, a_file_in_the_settings_is_used_and_filled)
     cr_assert(strstr(first, "the file has no entry for this model and these settings"), "%s",
               first);
     char *found = config_read("found");
-    cr_assert(strstr(found, "key = \"mine | "), "%s", found);
+    cr_assert(strstr(found, " mine | "), "%s", found);
     char *again = train(settings, "");
     cr_assert(strstr(again, "the size in the file was run and is the result"), "%s", again);
     cr_assert_str_eq(hash_of(first), hash_of(plain), "a probe changes no bit");

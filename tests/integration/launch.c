@@ -617,18 +617,15 @@ static void ask(void *user)
     run_step(user);
 }
 
-/* Begun, each trial, and the answer: its code, the length of the complaint, that, and the text. */
+/* Begun, and the answer: its code, the length of the complaint, that, and the text. */
 Test(launch, a_probe_and_a_check_answer_a_command)
 {
     static const struct {
         const char *variable, *limit, *first;
         int code;
     } rows[] = {
-        {"REBATCH_PROBE_ONLY", "9MiB",
-         "begun 0\ntrial a probe's trial of 1 sample ran, at most "
-         "2.00 MiB live\n",
-         0},
-        {"REBATCH_PROBE_ONLY", "1MiB", "begun 0\n", 3},
+        {"REBATCH_PROBE_ONLY", "9MiB", "begun 0\nanswer 0 0\nbatch   16 samples\n", 0},
+        {"REBATCH_PROBE_ONLY", "1MiB", "begun 0\nanswer 3 ", 3},
         {"REBATCH_CHECK", "none", "begun 0\nanswer 4 0\nuncompared  ", 4},
     };
     const int socket = open_report();
