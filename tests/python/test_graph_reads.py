@@ -30,10 +30,6 @@ class Block(nn.Module):
         self.register_buffer("mean", torch.zeros(4))
         self.gain, self.sizes, self.mask = 1.0, [1, 2], None
 
-    @property
-    def twice(self):
-        return self.__dict__["gain"] * 2
-
     def forward(self, x):
         return self.dropout(self.linear(x - self.mean)) * self.gain * self.helped()
 
@@ -556,7 +552,7 @@ def test_steps_change_nothing_that_is_read():
     "change", (lambda t: t.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.data.fill_(2))
 )
 def test_a_tensor_of_the_cpu_is_read_on_the_host(change):
-    net, temperature = Net().to("meta"), torch.ones(())
+    net, temperature = Net().to("meta"), torch.full((), float("nan"))
     net.threshold = torch.ones(3)
     reads = reads_of(net, lambda model, x: mean(model, x) * temperature)
     check(reads, lambda: change(net.threshold), "model.threshold")

@@ -89,14 +89,13 @@ class Changes:
 
     def before(self) -> None:
         """An eager pass runs."""
-        self._before = _Marks(self._running)
+        self._before = _Marks(self._running) if self._passes >= _FILLING else None
 
     def after(self) -> None:
         """It has succeeded."""
         before, self._before = self._before, None
-        assert before is not None
         self._passes += 1
-        if self._passes <= _FILLING:
+        if before is None:
             return
         now = _Marks(self._running)
         names = changed_in(before, now)

@@ -33,6 +33,8 @@ from rebatch.torch.undo.places import (
 _LEVELS = 2
 _MOST_ENTRIES = 1024  # of a container
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# What properties give that is a number, a flag or a text; device and dtype follow from parameters.
+_NUMBERS = ATOMS - {torch.device, torch.dtype}
 # What reads attributes without their names.
 _READ_ALL = frozenset(("vars", "getattr", "__dict__", "asdict"))
 
@@ -137,11 +139,11 @@ class Named:
             self.put(Place(f"{name}.{key}", own if key in own else owner, key), level + 1)
 
     def _look_at_properties(self, name: str, owner: Any) -> None:
-        """Numbers and texts that they give."""
+        """What they give, as far as it is known to be alike by its value."""
         for key in sorted(self._names.intersection(dir(type(owner)))):
             if isinstance(inspect.getattr_static(type(owner), key), property):
                 place = Place(f"{name}.{key}", owner, key)
-                if place.at not in self.places and type(_value_of(place)) in ATOMS:
+                if place.at not in self.places and type(_value_of(place)) in _NUMBERS:
                     self.places[place.at] = place
 
 

@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tu
 
 import torch
 
+from rebatch.torch.batches.kinds import is_plain
 from rebatch.torch.graphs.named import Named
 from rebatch.torch.private import HOOK_TABLES, MODULE_TABLES
 from rebatch.torch.session.modes import Modes
@@ -27,8 +28,8 @@ from rebatch.torch.undo.module_tree import names_of
 from rebatch.torch.undo.places import Place
 from rebatch.torch.update.passes import Passes
 
-# Entries of containers, and bytes of arrays and tensors on the CPU, whose contents are compared.
-_MOST_ENTRIES, _MOST_BYTES = 1024, 4096
+# Entries of containers, bytes of arrays, and of tensors on the CPU, whose contents are compared.
+_MOST_ENTRIES, _MOST_BYTES, _MOST_TENSOR_BYTES = 1024, 4096, 256
 _MODES = (
     "torch.get_float32_matmul_precision",
     "torch.is_inference_mode_enabled",
@@ -100,7 +101,10 @@ def _contents_of(value: Any, device: torch.device) -> Any:
 
 
 def _on_host(tensor: torch.Tensor) -> Any:
-    return mark_of(tensor), tensor.tolist() if tensor.nbytes <= _MOST_BYTES else None
+    """Of one on the CPU: what changes in place, and the bits of a small one."""
+    if tensor.nbytes > _MOST_TENSOR_BYTES or not is_plain(tensor):
+        return mark_of(tensor)
+    return mark_of(tensor), tensor.detach().reshape(-1).view(torch.uint8).tolist()
 
 
 def _address_of(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
