@@ -74,7 +74,28 @@ enum rebatch_step_flags {
      *  keeps it. Guarded pointers to the beginning of what is freed become NULL, so that such code
      *  allocates again; other pointers it sets to NULL itself. Memory that is to stay is allocated
      *  elsewhere. Not with reclaim off. */
-    REBATCH_SCOPED_MEMORY = 4
+    REBATCH_SCOPED_MEMORY = 4,
+    /** forward_backward is launched once in a CUDA graph for each size of micro-batch, and then the
+     *  graph is replayed: on a GPU that saves launches and the gaps between kernels.
+     *
+     *  Then forward_backward
+     *  - enqueues its work on the session's stream, which is not the default one, does not wait for
+     *    it, and does nothing else: what it does on the host is not done in a replay;
+     *  - allocates and frees no memory: it uses the buffers of `resize`;
+     *  - reads what differs between micro-batches of one size from device memory, which `inputs`
+     *    has filled: the samples, the first sample, the step;
+     *  - changes no device memory that outlives it, but what rebatch_watch() or rebatch_watch_at()
+     *    names.
+     *
+     *  In the third step of a size rebatch captures it; in a later one it runs other samples by
+     *  themselves and as a replay of the same state, and compares all that is watched bit for bit.
+     *  From then on it is replayed. Where the comparison or the capture fails, micro-batches run as
+     *  without the flag, and an event says why (REBATCH_EVENT_NOT_CAPTURED). A graph is captured
+     *  anew after a callback that failed, resize, lighten, and where the batch has another size or
+     *  what is watched has moved.
+     *  Other memory that forward_backward reads stays where it is, or a step without the flag comes
+     *  after it has moved. Not with lockstep. */
+    REBATCH_STEP_CAPTURED = 8
 };
 
 /** The callbacks of a training step. Each receives as `user` the pointer passed to rebatch_step().
@@ -184,11 +205,16 @@ typedef struct rebatch_step_ops {
     /** Optional. Samples from `first` on that are left in its part of the batch, such as a loader's
      *  batch: no micro-batch goes beyond. 0 counts as 1. As cost, but not with lockstep. */
     size_t (*part)(size_t first, void *user);
+    /** Optional. Enqueue on the session's stream, before each forward_backward and each replay of
+     *  it (REBATCH_STEP_CAPTURED), the writes to device memory of what differs between
+     *  micro-batches. It belongs to the attempt as if forward_backward began with it, and does not
+     *  change accumulators. */
+    rebatch_status (*inputs)(const rebatch_microbatch *microbatch, void *user);
 } rebatch_step_ops;
 /** Step operations without callbacks: set the first three, and the optional ones as needed. */
 #define REBATCH_STEP_OPS_INIT                                                                      \
     {                                                                                              \
-        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL                \
+        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL          \
     }
 
 /** What rebatch_map() runs. The rules for results of callbacks apply (rebatch_step_ops). */
@@ -252,7 +278,8 @@ typedef enum rebatch_phase {
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
       "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")                    \
     X(CUT, WARN, "the loss depends on how memory cuts the batch:")                                 \
-    X(OVERFLOW, WARN, "the update took host memory:")
+    X(OVERFLOW, WARN, "the update took host memory:")                                              \
+    X(NOT_CAPTURED, WARN, "micro-batches run without a graph:")
 
 /** The importance of an event. */
 typedef enum rebatch_log_level {
@@ -300,7 +327,8 @@ typedef struct rebatch_event {
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of RETRY: after
                                    which wait, or NULL; of LEAK: what grows; of OVERFLOW: how
-                                   much; of an OOM event of a map whose phase is ADMISSION or
+                                   much; of NOT_CAPTURED: why; of an OOM event
+                                   of a map whose phase is ADMISSION or
                                    RESIZE: "(in map)"; of EXHAUSTED: "(in lockstep)" there; else
                                    NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */

@@ -430,6 +430,62 @@ static rebatch_status cuda_event_synchronize(void *self, rbi_event event)
     CALL(event_synchronize(event));
 }
 
+/* ---- graphs ---- */
+
+/* Calls of other threads do not end the capture, nor are they held up. */
+#define CAPTURE_THREAD_LOCAL 1
+
+static rebatch_status cuda_begin_capture(void *self, rebatch_stream stream)
+{
+    const struct rbi_cuda_driver *driver = ((struct cuda *)self)->driver;
+    if (!driver->begin_capture || !driver->end_capture || !driver->graph_instantiate ||
+        !driver->graph_destroy || !driver->graph_launch || !driver->graph_executable_destroy)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "the driver is too old to capture: expected CUDA "
+                                                "11.4 or later");
+    CALL(begin_capture(stream, CAPTURE_THREAD_LOCAL));
+}
+
+static rebatch_status end_capture(void *self, rebatch_stream stream, cu_graph *out)
+{
+    CALL(end_capture(stream, out));
+}
+
+static rebatch_status instantiate(void *self, rbi_graph *out, cu_graph graph)
+{
+    CALL(graph_instantiate(out, graph, 0));
+}
+
+static rebatch_status destroy_graph(void *self, cu_graph graph)
+{
+    CALL(graph_destroy(graph));
+}
+
+static rebatch_status cuda_end_capture(void *self, rebatch_stream stream, rbi_graph *out)
+{
+    cu_graph graph = NULL;
+    rebatch_status status = end_capture(self, stream, &graph);
+    if (!status)
+        status = instantiate(self, out, graph);
+    if (graph)
+        (void)destroy_graph(self, graph);
+    return status;
+}
+
+static rebatch_status cuda_graph_launch(void *self, rbi_graph graph, rebatch_stream stream)
+{
+    CALL(graph_launch(graph, stream));
+}
+
+static rebatch_status destroy_executable(void *self, rbi_graph graph)
+{
+    CALL(graph_executable_destroy(graph));
+}
+
+static void cuda_graph_destroy(void *self, rbi_graph graph)
+{
+    (void)destroy_executable(self, graph);
+}
+
 static rebatch_status cuda_ordinal(void *self, int *out)
 {
     *out = ((struct cuda *)self)->ordinal;
@@ -467,6 +523,10 @@ static const struct rbi_device_ops cuda_ops = {
     .take_last_error = cuda_take_last_error,
     .pinned_alloc = cuda_pinned_alloc,
     .pinned_free = cuda_pinned_free,
+    .begin_capture = cuda_begin_capture,
+    .end_capture = cuda_end_capture,
+    .graph_launch = cuda_graph_launch,
+    .graph_destroy = cuda_graph_destroy,
     .ordinal = cuda_ordinal,
     .allow_peer = cuda_allow_peer,
     .reserve = cuda_reserve,

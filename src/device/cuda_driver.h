@@ -11,6 +11,8 @@ typedef unsigned long long cu_pointer;
 typedef struct cu_context_object *cu_context;
 typedef struct rebatch_stream_object *cu_stream;
 typedef struct rbi_event_object *cu_event;
+typedef struct cu_graph_object *cu_graph;
+typedef struct rbi_graph_object *cu_executable;
 
 struct cu_location {
     int type, id;
@@ -81,9 +83,16 @@ struct cu_access {
       (cu_pointer address, size_t bytes, const struct cu_access *access, size_t count))            \
     X(unmap, cuMemUnmap, (cu_pointer address, size_t bytes))
 
-/* What a driver may lack: CUDA 12.5 and later have it. */
+/* What a driver may lack: CUDA 12.5 and later have the first, CUDA 11.4 the others. */
 #define RBI_CUDA_OPTIONAL_CALLS(X)                                                                 \
-    X(context_record, cuCtxRecordEvent, (cu_context context, cu_event event))
+    X(context_record, cuCtxRecordEvent, (cu_context context, cu_event event))                      \
+    X(begin_capture, cuStreamBeginCapture_v2, (cu_stream stream, int mode))                        \
+    X(end_capture, cuStreamEndCapture, (cu_stream stream, cu_graph * out))                         \
+    X(graph_instantiate, cuGraphInstantiateWithFlags,                                              \
+      (cu_executable * out, cu_graph graph, unsigned long long flags))                             \
+    X(graph_destroy, cuGraphDestroy, (cu_graph graph))                                             \
+    X(graph_launch, cuGraphLaunch, (cu_executable graph, cu_stream stream))                        \
+    X(graph_executable_destroy, cuGraphExecDestroy, (cu_executable graph))
 
 /* A preloaded librebatch_wrap.so (preload/) answers this name with a dlsym() that finds the
  * driver's own functions: what a pool takes from the driver does not come from a pool. */

@@ -322,6 +322,31 @@ rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t by
     return device->ops->unmap(device->self, address, bytes);
 }
 
+rebatch_status rbi_device_begin_capture(rebatch_device *device, rebatch_stream stream)
+{
+    if (device->ops->begin_capture)
+        return device->ops->begin_capture(device->self, stream);
+    return rbi_error(REBATCH_E_UNSUPPORTED, "device %s cannot capture: expected a GPU",
+                     device->name);
+}
+
+rebatch_status rbi_device_end_capture(rebatch_device *device, rebatch_stream stream, rbi_graph *out)
+{
+    *out = NULL;
+    return device->ops->end_capture(device->self, stream, out);
+}
+
+rebatch_status rbi_graph_launch(rebatch_device *device, rbi_graph graph, rebatch_stream stream)
+{
+    return device->ops->graph_launch(device->self, graph, stream);
+}
+
+void rbi_graph_destroy(rebatch_device *device, rbi_graph graph)
+{
+    if (graph)
+        device->ops->graph_destroy(device->self, graph);
+}
+
 bool rbi_device_has_contents(const rebatch_device *device)
 {
     return device->ops->copy != NULL;

@@ -10,6 +10,9 @@
 /* A point in the work of all streams. Made once, recorded many times. */
 typedef struct rbi_event_object *rbi_event;
 
+/* Work that was captured on a stream, and can be launched again. */
+typedef struct rbi_graph_object *rbi_graph;
+
 /* Physical memory, wherever it is mapped. 0 is none. */
 typedef uint64_t rbi_physical;
 
@@ -55,6 +58,12 @@ struct rbi_device_ops {
      * neither. REBATCH_E_HOST_OOM when there is none. */
     rebatch_status (*pinned_alloc)(void *self, void **out, size_t bytes);
     rebatch_status (*pinned_free)(void *self, void *memory, size_t bytes);
+    /* Between the first two, what this thread enqueues on the stream does not run: it becomes the
+     * graph. After a failure of the second nothing is captured any more. All four or none. */
+    rebatch_status (*begin_capture)(void *self, rebatch_stream);
+    rebatch_status (*end_capture)(void *self, rebatch_stream, rbi_graph *out);
+    rebatch_status (*graph_launch)(void *self, rbi_graph, rebatch_stream);
+    void (*graph_destroy)(void *self, rbi_graph);
     /* Which GPU it is, as CUDA counts; NULL: it is none. */
     rebatch_status (*ordinal)(void *self, int *out);
     /* set_access, from here on, is for that GPU too; NULL: it is no GPU. */
@@ -146,6 +155,13 @@ bool rbi_device_has_contents(const rebatch_device *device);
 /* Whether it is nothing but memory of this process, without threads, so that a copy of the process
  * can go on with it. What virtual memory is made of is shared with it all the same. */
 bool rbi_device_is_in_process(const rebatch_device *device);
+/* REBATCH_E_UNSUPPORTED with its text where the device cannot. */
+rebatch_status rbi_device_begin_capture(rebatch_device *device, rebatch_stream stream);
+rebatch_status rbi_device_end_capture(rebatch_device *device, rebatch_stream stream,
+                                      rbi_graph *out);
+rebatch_status rbi_graph_launch(rebatch_device *device, rbi_graph graph, rebatch_stream stream);
+/* NULL is allowed. What was launched runs to its end. */
+void rbi_graph_destroy(rebatch_device *device, rbi_graph graph);
 /* Waits for the work of all streams, also of those that the program created with CUDA. */
 rebatch_status rbi_device_synchronize(rebatch_device *device);
 bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream);

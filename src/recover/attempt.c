@@ -192,10 +192,13 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
 static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
 {
     rbi_assert(address_of(rb, call->which));
+    rebatch_status status;
     switch (call->which) {
     case RBI_ZERO_GRAD:
         return rb->run.ops->zero_grad(rb->run.user);
     case RBI_FORWARD_BACKWARD:
+        status = rb->run.ops->inputs ? rb->run.ops->inputs(call->mb, rb->run.user) : REBATCH_OK;
+        return status ? status : rbi_captured_run(rb, call->mb);
     case RBI_MAP:
         return rb->run.ops->forward_backward(call->mb, rb->run.user);
     case RBI_OPTIMIZER:
@@ -383,6 +386,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
 {
     const struct loss loss = classify(rb, call, status);
     undo(rb, call, &loss);
+    rbi_captured_drop(rb);
     if (loss.status == REBATCH_OOM && rb->run.ooms.failure.is_peers)
         rb->run.ooms.failure.available_bytes = 0; /* whatever is here, there it was not enough */
     else if (loss.status == REBATCH_OOM)
@@ -574,6 +578,7 @@ static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call)
 {
     rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, true);
     rb->lighten = (unsigned)call->level;
+    rbi_captured_drop(rb);
     rebatch_status status = rbi_scope_commit_finally(rb->pool, call->scope);
     if (status) {
         rbi_scope_commit_all(rb->pool, call->scope);

@@ -33,6 +33,17 @@ void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change)
     }
 }
 
+bool rbi_guards_have_changed(const rebatch *rb)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        if (guard->kind == REBATCH_GUARD_HOST &&
+            memcmp(guard->before_callback, guard->state, guard->bytes) != 0)
+            return true;
+    }
+    return false;
+}
+
 /* How many bytes are compared and copied as one: half a pointer is none. */
 static size_t unit_at(const char *state, size_t left)
 {

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 
 #include "device/device.h"
+#include "recover/captured.h"
 #include "recover/interface.h"
 
 /* ---- what is known of memory (meter.c) ---- */
@@ -95,6 +96,8 @@ enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
  * pressure callback within it has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
+/* Whether host state has since such a beginning of a callback. */
+bool rbi_guards_have_changed(const rebatch *rb);
 /* While lighten or resize of a session runs: whether a copy, which may be put back, has that
  * pointer. */
 bool rbi_guards_bring_back(void *rb, const void *address);
@@ -843,6 +846,7 @@ struct rebatch {
     struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;
     struct rbi_buffers buffers;
+    struct rbi_captured captured;
     struct rbi_leak leak;
     /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
     void (*declares[RBI_CALLBACKS])(void);

@@ -81,6 +81,7 @@ void rbi_resize_release(rebatch *rb)
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
     rbi_assert(!rb->callback.is_running);
+    rbi_captured_drop(rb);
     rbi_pool_free_resident(rb->pool);
     rb->buffers = (struct rbi_buffers){0};
 }

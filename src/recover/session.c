@@ -291,6 +291,7 @@ void rebatch_close(rebatch *rb)
     rbi_need_set_model(rb, NULL);
     rbi_guards_release(rb);
     rbi_maps_release(rb);
+    rbi_captured_drop(rb);
     rbi_watched_release(rb);
     close_pool(rb);
     if (rb->owns_device)

@@ -19,7 +19,8 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
         return status;
     if (!out->zero_grad)
         out->zero_grad = clear_nothing;
-    const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS | REBATCH_SCOPED_MEMORY;
+    const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS | REBATCH_SCOPED_MEMORY |
+                           REBATCH_STEP_CAPTURED;
     if (out->flags & ~known)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
                          known);
@@ -46,6 +47,12 @@ rebatch_status rbi_step_check_arguments(rebatch_step_ops *out, const rebatch *rb
     if (!status && (out->flags & REBATCH_SCOPED_MEMORY) && !rbi_is_on(rb->options.reclaim))
         return rbi_error(REBATCH_E_INVALID, "ops.flags has REBATCH_SCOPED_MEMORY and reclaim is "
                                             "off: expected one without the other");
+    if (!status && (out->flags & REBATCH_STEP_CAPTURED) &&
+        (!rb->options.stream || rb->options.lockstep == REBATCH_ON))
+        return rbi_error(REBATCH_E_INVALID,
+                         "ops.flags has REBATCH_STEP_CAPTURED and %s: expected a stream of the "
+                         "session's own, and no lockstep",
+                         rb->options.stream ? "lockstep is on" : "options.stream is NULL");
     return status;
 }
 
@@ -106,6 +113,7 @@ void rbi_step_end(rebatch *rb)
 {
     rbi_assert(rb->run.ops && !rb->callback.is_running);
     rb->run.ops = NULL;
+    rb->captured.is_on = false;
     rb->run.most = SIZE_MAX;
     rb->run.samples_callback = RBI_FORWARD_BACKWARD;
     rb->run.buffers_are_fixed = false;
@@ -140,6 +148,7 @@ void rbi_step_open(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void 
     if (rb->launch.user)
         rb->launch.step_begins(rb->launch.user, ops, batch, user);
     rbi_step_begin(rb, ops, batch, user);
+    rbi_captured_begin_step(rb);
     rbi_resize_begin_step(rb);
     rb->run.report.micro_before = rbi_micro_size(rb, batch);
 }

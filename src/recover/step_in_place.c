@@ -41,6 +41,10 @@ static rebatch_status check(rebatch_step_ops *out, const rebatch *rb, const reba
     if (out->forward_backward)
         return rbi_error(REBATCH_E_INVALID, "ops.forward_backward is set: expected NULL, since the "
                                             "program runs what rebatch_step_next() gives it");
+    if (out->inputs || (out->flags & REBATCH_STEP_CAPTURED))
+        return rbi_error(REBATCH_E_UNSUPPORTED,
+                         "ops has %s: expected rebatch_step() with callbacks for it",
+                         out->inputs ? "inputs" : "REBATCH_STEP_CAPTURED");
     if (rb->options.lockstep == REBATCH_ON)
         return rbi_error(REBATCH_E_UNSUPPORTED,
                          "rebatch_step_begin() runs micro-batches of this rank's own, and lockstep "

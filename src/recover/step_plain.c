@@ -48,6 +48,9 @@ rebatch_status rebatch_step_plain(rebatch *rb, size_t batch, void (*zero)(void *
                                   void (*update)(void *user), void *user, uint32_t flags,
                                   rebatch_step_report *report)
 {
+    if (flags & REBATCH_STEP_CAPTURED)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "flags has REBATCH_STEP_CAPTURED: expected "
+                                                "rebatch_step() with callbacks for it");
     struct plain plain = {rb, zero, train, update, user, (flags & REBATCH_DECLARES_MUTATION) != 0};
     const rebatch_step_ops ops = {.struct_size = sizeof ops,
                                   .zero_grad = zero ? zero_grad : NULL,

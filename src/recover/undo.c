@@ -18,6 +18,7 @@ rebatch_status rbi_step_undo(rebatch *rb)
     if (rb->run.scope) /* else it was taken back before the failure that ends the step */
         (void)rbi_scope_undo(rb->pool, rb->run.scope);
     rb->run.scope = 0;
+    rbi_captured_drop(rb);
     return rbi_guards_restore(rb, REBATCH_GUARD_STEP);
 }
 
