@@ -1,8 +1,10 @@
-"""What a Step costs a training that the host bounds, when nothing goes wrong: six trainings, as a
-plain loop and in a Step, in turn in one process. Prints one JSON object a training.
+"""What a Step costs a training that the host bounds, when nothing goes wrong, and what graphs=True
+gives back: seven trainings, as a plain loop, in a Step and on a GPU in one with graphs, in turn in
+one process. Prints one JSON object a training.
 
     python3 bench/small.py               # times, on a GPU if there is one
     python3 bench/small.py --install     # with rebatch's pool
+    python3 bench/small.py --reserved    # memory that PyTorch reserves, with graphs and without
     python3 bench/small.py --calls       # calls of Python and C functions a step beyond plain
 
 The counts do not depend on the machine. Needs the package rebatch; docs/benchmarks.md has the
@@ -10,6 +12,7 @@ results."""
 
 import argparse
 import functools
+import gc
 import json
 import statistics
 import sys
@@ -122,6 +125,7 @@ TRAININGS = {
         True,
     ),
     "lstm": (Lstm, lambda n: tokens(n, 64, 1000), 64, False),
+    "gpt2": (lambda: Gpt(768, 12, 1024, 50304), lambda n: tokens(n, 1024, 50304), 16, True),
 }
 
 
@@ -138,8 +142,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=device == "cuda")
         micro = len(self.batch[0]) // micros
         self.parts = [tuple(t.split(micro)[i] for t in self.batch) for i in range(micros)]
-        self.step = rebatch.Step(
-            self.model, self.optimizer, self.loss, micro_start=micro, growth=False
+        options = {"micro_start": micro, "growth": False}
+        self.step, self.graphs = (
+            rebatch.Step(self.model, self.optimizer, self.loss, graphs=graphs, **options)
+            for graphs in (False, device == "cuda")
         )
 
     def loss(self, model, samples):
@@ -162,6 +168,9 @@ class Training:
     def run_step(self):
         return self.step(self.batch)
 
+    def run_graphs(self):
+        return self.graphs(self.batch)
+
 
 def milliseconds(run, waits, device):
     begin = time.perf_counter()
@@ -176,6 +185,8 @@ def milliseconds(run, waits, device):
 
 def times(training, waits):
     ways = {"plain": training.run_plain, "step": training.run_step}
+    if training.device == "cuda":
+        ways["graphs"] = training.run_graphs
     for run in ways.values():
         for _ in range(SETTLED):
             run()
@@ -183,7 +194,24 @@ def times(training, waits):
     for _ in range(ROUNDS):
         for way, run in ways.items():
             found[way].append(milliseconds(run, waits, training.device))
-    return {way: round(statistics.median(each), 3) for way, each in found.items()}
+    medians = {way: statistics.median(each) for way, each in found.items()}
+    ratios = {f"{way}/plain": medians[way] / medians["plain"] for way in ways if way != "plain"}
+    return {way: round(figure, 3) for way, figure in (medians | ratios).items()}
+
+
+def reserved(name, micros):
+    """The highest memory that PyTorch held, in MiB, of a training alone."""
+    found = {}
+    for way in ("step", "graphs"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        training = Training(name, micros, "cuda")
+        for _ in range(3 * SETTLED):
+            getattr(training, "run_" + way)()
+        found[way] = torch.cuda.max_memory_reserved() >> 20
+        del training
+        gc.collect()
+    return found | {"ratio": round(found["graphs"] / found["step"], 3)}
 
 
 def calls_of(run):
@@ -210,12 +238,17 @@ def main():
     parser.add_argument("--micros", type=int, nargs="*", default=[1, 4], help="micro-batches")
     parser.add_argument("--calls", action="store_true", help="count calls, on the CPU")
     parser.add_argument("--install", action="store_true", help="with rebatch's pool")
+    parser.add_argument("--reserved", action="store_true", help="memory in place of times")
     given = parser.parse_args()
     device = "cpu" if given.calls or not torch.cuda.is_available() else "cuda"
     if given.install:
         rebatch.install()
     for name in given.names:
         for micros in given.micros:
+            if given.reserved:
+                row = {"training": name, "micros": micros, "MiB": reserved(name, micros)}
+                print(json.dumps(row), flush=True)
+                continue
             training = Training(name, micros, device, samples=8 if given.calls else 0)
             found = {"training": name, "micros": micros, "device": device}
             found["tensors"] = sum(1 for p in training.model.state_dict().values())
@@ -225,7 +258,7 @@ def main():
             else:
                 for key, waits in (("behind", False), ("waits", True)):
                     found[key] = times(training, waits)
-                    found[key]["ratio"] = round(found[key]["step"] / found[key]["plain"], 3)
+                found["replayed"] = training.graphs.report.replayed
             print(json.dumps(found), flush=True)
 
 

@@ -15,6 +15,7 @@ NAVIGATION = {
     "How to": [
         "docs/pytorch",
         "docs/pytorch-memory",
+        "docs/pytorch-graphs",
         "docs/pytorch-undo",
         "docs/pytorch-batches",
         "docs/pytorch-adapters",

@@ -788,6 +788,13 @@ REBATCH_API_CHECKED rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
  *  @param rb  the session; NULL only sets rebatch_last_error() */
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
+/** Declare that the running callback works in memory that was allocated before it, as the replay
+ *  of a CUDA graph does. What it allocates itself then says nothing of what a micro-batch of its
+ *  size needs, and the session learns nothing from it. Outside a callback it only sets
+ *  rebatch_last_error().
+ *  @param rb  the session; NULL only sets rebatch_last_error() */
+REBATCH_API void rebatch_works_in_kept_memory(rebatch *rb);
+
 /** rebatch_mutating() for a forward_backward that calls collectives (rebatch_options.lockstep).
  *  Wait until the micro-batch has run, or failed, on all ranks, and declare that this one changes
  *  accumulators from now on, if it has failed on none. Call it from the callback's own thread, once

@@ -62,3 +62,14 @@ def user_stacklevel() -> int:
     while frame.f_back and str(frame.f_globals.get("__name__", "")).split(".")[0] in _CALLERS:
         level, frame = level + 1, frame.f_back
     return level
+
+
+def line_of(error: BaseException) -> str:
+    """Where the program was when PyTorch raised it: " at train.py:12"; "": within PyTorch."""
+    found, at = "", error.__traceback__
+    while at:
+        frame = at.tb_frame
+        if is_own(str(frame.f_globals.get("__name__", "")).split(".")[0]):
+            found = f" at {frame.f_code.co_filename}:{at.tb_lineno}"
+        at = at.tb_next
+    return found

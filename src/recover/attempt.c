@@ -36,6 +36,17 @@ void rebatch_mutating(rebatch *rb)
     }
 }
 
+void rebatch_works_in_kept_memory(rebatch *rb)
+{
+    if (!rb)
+        (void)rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    else if (!rb->callback.is_running)
+        (void)rbi_error(REBATCH_E_STATE,
+                        "rebatch_works_in_kept_memory() was called outside a callback");
+    else
+        rb->callback.needs_more = true;
+}
+
 bool rebatch_can_escape(const rebatch *rb)
 {
     return rbi_callback_is_running(rb) && rb->callback.way_out &&
@@ -267,7 +278,7 @@ static void learn_need(rebatch *rb)
     const size_t made_for = rb->run.by_cost ? rb->run.cut.most_cost / 2 : rb->buffers.size;
     const bool has_larger =
         rb->run.cut.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
-    if (!is_measured || has_larger)
+    if (!is_measured || rb->callback.needs_more || has_larger)
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
     if (rb->sizes.learning.attempt == RBI_ATTEMPT_FRESH)

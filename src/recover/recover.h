@@ -793,6 +793,7 @@ struct rbi_running {
     bool is_running;
     bool has_mutated; /* it has called rebatch_mutating() */
     bool is_updating; /* it is optimizer_step */
+    bool needs_more;  /* it works in memory that was allocated before it */
     pthread_t thread;
     unsigned pool_callbacks; /* of pools, that this thread was within when it began */
     rebatch_status escape_status;

@@ -41,7 +41,7 @@ def test_every_block_of_the_pages_of_pytorch_runs(page, tmp_path, monkeypatch):
     if "export" in names:  # other tests run the lines for Prometheus too
         sys.modules["prometheus_client"].REGISTRY.unregister(names["export"])
         assert (tmp_path / "train.jsonl").read_text().count("\n") >= 4
-    assert ran or page in ("pytorch-ranks.md", "pytorch-adapters.md")
+    assert ran or page in ("pytorch-ranks.md", "pytorch-adapters.md", "pytorch-graphs.md")
 
 
 def test_every_block_of_coming_from_runs(tmp_path, monkeypatch):
@@ -61,5 +61,6 @@ def test_every_option_of_the_page_is_one():
         for name in re.findall(r"`(\w+)`", row)
     }
     assert known - named == set()
-    of_step = {"gradients", "generators", "state", "batch_dim", "group", "group_timeout", "window"}
+    of_step = {"gradients", "generators", "graphs", "state", "batch_dim"}
+    of_step |= {"group", "group_timeout", "window"}
     assert named - known == of_step

@@ -145,3 +145,48 @@ Test(recover_need, a_failure_is_forgotten_when_more_ran_in_less)
         close_small(rb, device);
     }
 }
+
+struct taking {
+    rebatch *rb;
+    size_t bytes;
+    bool is_replay;
+};
+
+static rebatch_status takes_bytes(const rebatch_microbatch *mb, void *user)
+{
+    const struct taking *const taking = user;
+    void *block;
+    const rebatch_status status =
+        rebatch_pool_alloc(&block, mb->pool, taking->bytes, mb->stream, 0);
+    if (!status)
+        (void)rebatch_pool_free(mb->pool, block);
+    if (taking->is_replay)
+        rebatch_works_in_kept_memory(taking->rb);
+    return status;
+}
+
+static rebatch_status updates(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+/* As a replay does, which allocates next to nothing. */
+Test(recover_need, nothing_is_learned_of_a_callback_that_works_in_kept_memory)
+{
+    rebatch_device *device;
+    rebatch *rb = open_small(&device);
+    const rebatch_step_ops ops = {
+        .struct_size = sizeof ops, .forward_backward = takes_bytes, .optimizer_step = updates};
+    struct taking taking = {rb, 8192, false};
+    cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    const uint64_t needed = rbi_need_find(rb, 4, 0)->bytes;
+    cr_assert_geq(needed, 8192);
+    taking = (struct taking){rb, 512, true};
+    cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rbi_need_find(rb, 4, 0)->bytes, needed);
+    rebatch_works_in_kept_memory(rb);
+    cr_assert_str_eq(rebatch_last_error(),
+                     "rebatch_works_in_kept_memory() was called outside a callback");
+    close_small(rb, device);
+}

@@ -93,6 +93,8 @@ class Backward:
         gradients: "fresh": a micro-batch's gradients are kept apart until all of them are there, so
             an OOM costs one micro-batch. "inplace": autograd adds to .grad: an OOM in a backward
             pass runs the batch again, and no copy of the gradients is needed
+        graphs: True: the pass of a micro-batch is captured once in a CUDA graph and replayed, for
+            up to two shapes; a number: for so many shapes
         on_event: on_event(text, event): called instead of writing to standard error
         group: the ranks that train the model together: True for all of torch.distributed, or a
             ProcessGroup; False for this rank alone. DistributedDataParallel and fully_shard() need

@@ -86,6 +86,7 @@ __all__ = [
     "chunk_cat",
     "default_device_context",
     "empty_parametrizations",
+    "end_failed_capture",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -123,6 +124,13 @@ def empty_parametrizations() -> None:
 
 def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_failed_capture(device: int, pool: Any) -> None:
+    """What CUDAGraph.capture_end() leaves undone where CUDA has invalidated the capture: the
+    allocator serves the pool's id no more, and the pool's memory is free."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
 
 
 def empty_pinned_cache() -> None:

@@ -40,8 +40,8 @@ class Step(Backward):
             batch run again
 
     All other keywords are those of a Backward: normalizer, autocast, cost, lighten, slice, length,
-    batch_dim, generators, state, gradients, on_event, group, group_timeout, window, and the options
-    of the session.
+    batch_dim, generators, state, gradients, graphs, on_event, group, group_timeout, window, and the
+    options of the session.
 
     With several ranks, all of them make the Step and call it together.
 

@@ -200,7 +200,7 @@ def _take_entries(values: Any, spans: List[slice], length: int) -> Any:
     return functools.reduce(operator.add, (values[span] for span in spans))
 
 
-def _with_entries(value: Any, parts: Dict[Any, Any]) -> Any:
+def with_entries(value: Any, parts: Dict[Any, Any]) -> Any:
     """A mapping of the same type. A class derived from dict may take other arguments."""
     kind: Any = type(value)
     if kind is dict or not isinstance(value, dict):
@@ -223,7 +223,7 @@ def owned(value: Any, is_shared: Callable[[Any], bool]) -> Any:
         return owned(part, is_shared)
 
     if isinstance(value, Mapping):
-        return _with_entries(value, {k: own(v) for k, v in value.items()})
+        return with_entries(value, {k: own(v) for k, v in value.items()})
     if _is_record(value):
         names = (f.name for f in dataclasses.fields(value) if f.init)
         return dataclasses.replace(value, **{n: own(getattr(value, n)) for n in names})
@@ -450,7 +450,7 @@ class Cut:
         if _is_tensor(batch):
             return take(batch) if batch.ndim else batch
         if isinstance(batch, Mapping):
-            return _with_entries(batch, {k: cut(v) for k, v in batch.items()})
+            return with_entries(batch, {k: cut(v) for k, v in batch.items()})
         if _is_record(batch):
             fields = (f.name for f in dataclasses.fields(batch) if f.init)
             parts = {name: cut(getattr(batch, name)) for name in fields}

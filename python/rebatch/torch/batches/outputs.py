@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, List, Tuple
+from typing import Any, Iterable, Iterator, List, Tuple
 
 import torch
 
@@ -67,7 +67,7 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
     if isinstance(value, tuple):
         return _like(value, (kept(part, f"entry {i} of {name}") for i, part in enumerate(value)))
     if isinstance(value, list):
-        return list(value)
+        return [kept_tensor(entry) for entry in value]
     what = (
         "a scalar"
         if isinstance(value, (torch.Tensor, int, float))
@@ -78,6 +78,17 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
         "samples in its first dimension, which are joined, rebatch.Mean(value), which is averaged "
         "over the samples, rebatch.Sum(value), which is summed, or a dict or tuple of such"
     )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those of what was kept."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, _Number):
+        yield from tensors_in(value.value)
+    elif isinstance(value, (dict, tuple, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
 
 
 def _like(value: Any, members: Iterable[Any]) -> Any:

@@ -46,6 +46,8 @@ def check_arguments(program: Program) -> None:
     session_options(**program.options)
 
 
+_MOST_GRAPHS = 64
+
 # Options of a Step, and what a program with a Backward does instead.
 _OF_THE_UPDATE = {
     "clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), {value!r}) after backward(batch)",
@@ -74,6 +76,21 @@ def check_names(kind: type, options: Dict[str, Any]) -> None:
         if difflib.get_close_matches(name, near[:1]):
             meant = f"did you mean {near[0]}? The others are {', '.join(near[1:])}"
         raise TypeError(f"rebatch: {kind.__name__} has no option {name}: {meant}")
+
+
+def graphs_kept(graphs: Any, gradients: str) -> int:
+    """How many CUDA graphs of micro-batches are kept."""
+    if not (isinstance(graphs, int) and 0 <= graphs <= _MOST_GRAPHS):
+        raise ValueError(
+            f"rebatch: graphs is {graphs!r}: expected False, True, or how many shapes of "
+            f"micro-batches are kept as graphs, at most {_MOST_GRAPHS}"
+        )
+    if graphs and gradients != "fresh":
+        raise ValueError(
+            f"rebatch: graphs={graphs!r} keeps a micro-batch's gradients apart, and gradients is "
+            f"{gradients!r}: expected gradients='fresh'"
+        )
+    return 2 if graphs is True else int(graphs)
 
 
 def _check_autocast(autocast: Any) -> None:

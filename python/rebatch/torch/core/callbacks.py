@@ -15,6 +15,7 @@ from rebatch.torch.batches.join_on_host import joined_where_it_fits, once_more
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.core.rehearsal import rehearse
+from rebatch.torch.graphs.graphs import Graphs
 from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.left_backward import add_sentence
 from rebatch.torch.program.mistakes import hooked, refuse_graphs, refuse_stepped
@@ -66,6 +67,9 @@ class Callbacks:
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
         self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
+        most = 0 if ranks else running.program.graphs
+        self.graphs = Graphs(running, most, self._put_back_pass) if most else None
+        self._is_trial = False  # the micro-batch that runs belongs to no batch
         # Of the micro-batches that are accumulated: what was beside their losses, and samples.
         self._extras: List[Any] = []
         self._counts: List[int] = []
@@ -143,6 +147,8 @@ class Callbacks:
             own = set(map(id, self._trained))
             self.outside = leaves_outside(running.program.functions_that_run(), own)
         running.told.apart = self._trained, self.outside
+        if self.graphs and is_training:
+            self.graphs.begin(self.session.device, [*self._trained, *self.outside])
 
     def failed(self) -> None:
         """It has not updated: gradients that are not the Step's are as before it."""
@@ -181,6 +187,8 @@ class Callbacks:
 
     def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
         status = self.session.run(body, *arguments)
+        if self.graphs and status == c.Status.OOM:
+            self.graphs.ran_out()
         if self._ranks:
             self._ranks.note_status(status)
         return status
@@ -238,7 +246,9 @@ class Callbacks:
             self._others.begin_batch(self.outside)
         running.loss, self._is_whole = None, False
         micro = lib.rebatch_get_micro(self.session.rb, running.samples)
-        if micro >= running.samples and not self._ranks:
+        # The program may keep a gradient that it gets, and a graph would write there again.
+        is_lent = self.graphs is not None and self._update.is_of_program
+        if micro >= running.samples and not (self._ranks or is_lent):
             self._is_whole = self._own_accumulators.begin_whole(self._trained)
         if not self._is_whole:
             self._begin_cut(micro < running.samples)
@@ -247,7 +257,10 @@ class Callbacks:
         """The gradients and losses of this batch are accumulated."""
         is_apart = is_cut and self._running.program.is_fresh
         self._is_whole, self._hooked = False, hooked(self._trained)
-        self.accumulators.begin_batch(self._trained, is_apart and self.session.is_pooled)
+        # A graph's own gradients cannot be the sums; where the Step clears .grad, older sums can.
+        is_kept = self.accumulators.are_lent and not self._update.is_of_program
+        makes_sums = is_apart and self.session.is_pooled
+        self.accumulators.begin_batch(self._trained, makes_sums, is_kept)
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -257,10 +270,13 @@ class Callbacks:
         """Of `lighten`."""
         if self._session and self._session.meter:
             self._session.meter.measure_again()
+        if self.graphs:
+            self.graphs.drop()
         self.levels.set_level(level)
 
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         running = self._running
+        self._is_trial = is_trial
         count = count if is_trial else running.with_rest(first, count)
         if count == 0:
             self._run_nothing()
@@ -408,9 +424,35 @@ class Callbacks:
         if self._lockstep:
             self._lockstep.begin_pass()
         self._begin_loss()
+        if self.graphs and not self._is_trial:
+            return self._pass_by_graph(self.graphs, first, count)
         loss, extras = running.weighted_loss(first, count, self._looked_at(first))
         self._go_backward(loss, first, count, is_launching)
         return loss.detach(), kept(extras)
+
+    def _pass_by_graph(self, graphs: Graphs, first: int, count: int) -> Tuple[torch.Tensor, Any]:
+        """The same: a replay, or a run without a graph."""
+        running = self._running
+        samples = running.part(first, count)
+
+        def eager() -> Tuple[torch.Tensor, Any]:
+            looked_at = self._looked_at(first)
+            loss, extras = running.weighted_loss(first, count, looked_at, samples)
+            self._go_backward(loss, first, count)
+            return loss.detach(), kept(extras)
+
+        loss, extras = graphs.run(samples, count, eager)
+        self.accumulators.are_lent = self._others.are_lent = graphs.lends
+        if graphs.lends:
+            lib.rebatch_works_in_kept_memory(self.session.rb)
+        return loss, extras
+
+    def _put_back_pass(self) -> None:
+        """A pass that has succeeded is to leave nothing."""
+        self.accumulators.clear()
+        self._others.clear()
+        self._running.undo.restore(c.GuardPoint.ATTEMPT, has_failed=False)
+        self._running.generators.restore(c.GuardPoint.ATTEMPT, has_failed=False)
 
     def _begin_loss(self) -> None:
         if self._running.loss is None and not self._is_whole:

@@ -230,6 +230,11 @@ def parts_of(training: Training, batch: Any) -> Iterator[Part]:
             "rebatch: parts() runs micro-batches of this rank alone, and other ranks train the "
             "model too: expected Backward(model, loss_fn) and backward(batch)"
         )
+    if training.program.graphs:
+        raise ValueError(
+            "rebatch: parts() runs a block of the program, which cannot be captured, and graphs "
+            f"is {training.program.graphs}: expected graphs=False, or a loss_fn"
+        )
     refuse_left(training)
     if not training.report.samples:  # the first batch
         training.program.update.find()

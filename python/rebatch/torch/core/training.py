@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes as C
+import dataclasses
 import warnings
 from typing import (
     TYPE_CHECKING,
@@ -36,6 +37,7 @@ from rebatch.torch.core.arguments import (
     check_arguments,
     check_match,
     check_names,
+    graphs_kept,
     named_modules,
     named_state,
     ranks_or_none,
@@ -274,7 +276,8 @@ class Training:
         running, callbacks = self.running, self.callbacks
         micros = self.ranks.micros() if self.ranks else ()
         samples, self._longest = running.samples, running.longest
-        self.report = report_of(filled, samples, micros, samples == self._clean_samples)
+        graphs, is_known = callbacks.graphs, samples == self._clean_samples
+        self.report = report_of(filled, samples, micros, is_known, graphs.replayed if graphs else 0)
         if not (status or filled.ooms):
             self._clean_samples = samples
         self.totals.add(self.report, not status and callbacks.is_applied)
@@ -406,7 +409,7 @@ class Training:
     def like(self, program: Program, ranks: Optional[Ranks]) -> Training:
         """The training of another program with the same model."""
         running = copy.copy(self.running)
-        running.program = program
+        running.program = dataclasses.replace(program, graphs=0)
         running.told = Told(tuple, set, lambda: "")  # whoever asks says what is found
         return Training(running, ranks, FirstCut(is_done=True), self.number)
 
@@ -457,6 +460,7 @@ def training_of(
             lighten=listed(rest.pop("lighten", None)),
             generators=list(rest.pop("generators", ())),
             is_fresh=gradients == "fresh",
+            graphs=graphs_kept(rest.pop("graphs", False), gradients),
             on_event=rest.pop("on_event", None),
             options=rest,
         )
@@ -467,6 +471,13 @@ def training_of(
         tell_ranks(model, group, group_timeout, window, error)
         raise
     ranks = ranks_or_none(program, group, group_timeout, window, shared or {})
+    if ranks and program.graphs:
+        warnings.warn(
+            f"rebatch: graphs={program.graphs} has no effect, since several ranks train the model: "
+            "their micro-batches run as without it",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
 
     def changed_by_updates() -> List[torch.nn.Parameter]:
         return ranks.window.trained() if ranks and ranks.window else program.update.parameters

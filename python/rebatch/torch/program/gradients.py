@@ -55,6 +55,7 @@ class Accumulators:
         self._are_dense = False  # all sums, of which there is one for each parameter
         self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
+        self.are_lent = False  # the gradients of micro-batches, which the next one overwrites
 
     def launching(self, loss: torch.Tensor) -> ContextManager[Any]:
         """Around the backward pass of the last micro-batch of a batch whose loss is given."""
@@ -79,18 +80,20 @@ class Accumulators:
         self._earlier = []
 
     def begin_batch(
-        self, parameters: Sequence[torch.nn.Parameter], makes_sums: bool = False
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        makes_sums: bool = False,
+        keeps_sums: bool = False,
     ) -> None:
         """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
         gradients are kept apart, and the sums of those that had a gradient in the batch before are
-        made now."""
-        wanted = (
-            {id(p) for p, t in zip(self._parameters, self._sums) if _is_like(t, p)}
-            if (makes_sums)
-            else ()
-        )
+        made now. With keeps_sums those of the batch before serve again."""
+        before = {}
+        if makes_sums or keeps_sums:
+            before = {id(p): t for p, t in zip(self._parameters, self._sums) if _is_like(t, p)}
+        wanted = set() if keeps_sums else set(before)
         self._parameters = list(parameters)
-        self._sums = [None] * len(self._parameters)  # the program has those of before
+        self._sums = [before.get(id(p)) if keeps_sums else None for p in self._parameters]
         self._has_sum = [False] * len(self._parameters)
         self._are_dense = False
         self._has_earlier = False
@@ -214,6 +217,8 @@ class Accumulators:
         return dense if len(dense) == len(found) else []
 
     def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        if self.are_lent:
+            return torch.clone
         return _taking(self._parameters[0].device if self._parameters else None)
 
 

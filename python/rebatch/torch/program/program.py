@@ -25,6 +25,9 @@ from rebatch.torch.undo.undo import Undo
 from rebatch.torch.update.passes import Passes
 
 
+_UNCUT = object()
+
+
 def listed(value: Any) -> List[Any]:
     """One thing or several, as a list."""
     if value is None:
@@ -68,6 +71,7 @@ class Program:
     lighten: List[Callable[[bool], None]] = dataclasses.field(default_factory=list)
     generators: List[Any] = dataclasses.field(default_factory=list)
     is_fresh: bool = True  # gradients
+    graphs: int = 0  # that a Graphs may keep
     on_event: Optional[Callable[[str, Event], None]] = None
     options: Dict[str, Any] = dataclasses.field(default_factory=dict)  # of the session
 
@@ -216,11 +220,16 @@ class Running:
         return sorted(sizes, reverse=True) or [samples]
 
     def weighted_loss(
-        self, first: int, count: int, trained: Sequence[torch.nn.Parameter] = ()
+        self,
+        first: int,
+        count: int,
+        trained: Sequence[torch.nn.Parameter] = (),
+        samples: Any = _UNCUT,
     ) -> Tuple[torch.Tensor, Any]:
         """The loss, weighted by its part of the batch, and what loss_fn returned beside it. It
-        gives no gradient to `trained`, which have none."""
-        samples = self.part(first, count)
+        gives no gradient to `trained`, which have none. `samples`: where they were cut already."""
+        if samples is _UNCUT:
+            samples = self.part(first, count)
         with allocator.tag("forward"):
             loss, extras = self.program.loss_of(samples)
         return self.weighted(loss, count, trained), extras

@@ -60,7 +60,10 @@ class ReducedAccumulators(SharedAccumulators):
     # ---- the batch ----
 
     def begin_batch(
-        self, parameters: Sequence[torch.nn.Parameter], makes_sums: bool = False
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        makes_sums: bool = False,
+        keeps_sums: bool = False,
     ) -> None:
         """An effective batch begins, or again: what is launched stays."""
         had = self._has_sum

@@ -46,6 +46,7 @@ class PassOptions(SessionOptions, total=False):
     generators: Sequence[Any]
     state: Any
     gradients: Literal["fresh", "inplace"]
+    graphs: bool | int
     on_event: Callable[[str, Any], None] | None
     group: Any
     group_timeout: float

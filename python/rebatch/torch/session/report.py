@@ -55,6 +55,7 @@ class Report(MapReport):
     torn: bool = False
     overflow_bytes: int = 0  # of host memory that the update took, as the GPU had no more
     ranks: Tuple[int, ...] = ()  # with several ranks, the `micro` of each
+    replayed: int = 0  # micro-batches that were replays of CUDA graphs
 
     _norm = None  # no field: a GradNorm, where there was an update
 
@@ -85,6 +86,7 @@ NUMBERS = {
     "step": "number of the last batch",
     "micro": "samples of a micro-batch; 0 after a failure",
     "microbatches": "micro-batches in the update",
+    "replayed": "of these, replays of CUDA graphs",
     "samples_total": "samples that counted in an update",
     "ooms_total": "times that memory ran out",
     "redone_samples_total": "samples that ran again because memory ran out",
@@ -121,6 +123,7 @@ class Totals:
             "step": last.step,
             "micro": last.micro,
             "microbatches": last.microbatches,
+            "replayed": last.replayed,
             "samples_total": self.samples,
             "ooms_total": self.ooms,
             "redone_samples_total": self.redone_samples,
@@ -160,7 +163,7 @@ def map_report_of(filled: c.StepReport, samples: int) -> MapReport:
 
 
 def report_of(
-    filled: c.StepReport, samples: int, ranks: Tuple[int, ...], knows_time: bool
+    filled: c.StepReport, samples: int, ranks: Tuple[int, ...], knows_time: bool, replayed: int
 ) -> Report:
     """knows_time: a step of so many samples had no OOM."""
     return Report(
@@ -172,4 +175,5 @@ def report_of(
         torn=filled.torn,
         overflow_bytes=filled.overflow_bytes,
         ranks=ranks,
+        replayed=replayed,
     )

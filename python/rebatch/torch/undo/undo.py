@@ -240,6 +240,10 @@ class Undo:
         found += [p for part in self._objects for p in _parameters_of(part)]
         return {id(part) for part in found} | held.ids()
 
+    def changing(self) -> List[torch.Tensor]:
+        """The tensors that attempts change in place, of which there are copies."""
+        return list(self._copied.values())
+
     def carried(self, count: int) -> List[str]:
         """The names of what attempts leave in modules that has a tensor with a dimension of this
         size."""

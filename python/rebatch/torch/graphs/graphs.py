@@ -1,0 +1,336 @@
+"""Which micro-batches are captured, replayed, or run eagerly. Must not know a session: who runs the
+passes says when a batch begins and when memory ran out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from rebatch._user_code import line_of, user_stacklevel
+from rebatch.torch.graphs.captured import Pass, Result, Weight, put, taken
+from rebatch.torch.graphs.changes import Changes
+from rebatch.torch.graphs.inputs import Inputs, NotCapturedError, flattened
+from rebatch.torch.graphs.proof import Mark, Noise
+from rebatch.torch.graphs.reads import Reads
+from rebatch.torch.graphs.recorder import recorder_of
+from rebatch.torch.private import cudagraph_trees
+from rebatch.torch.program.mistakes import hooked
+from rebatch.torch.program.program import Running
+from rebatch.torch.session.oom import is_oom, let_go
+
+# Steps in which the passes are looked at, and passes in each.
+_LOOKS, _LOOKS_OF_A_STEP = 3, 2
+# Passes of a shape before it is captured; the more, the more graphs have made room for others.
+_RUNS = 3
+# Steps from one comparison with an eager pass to the next one.
+_COMPARED_EVERY = 1000
+# Shapes that are counted, and times that what a pass reads may change, before the program is told.
+_MOST_SHAPES, _MOST_CHANGES = 64, 3
+# Steps without a capture after the first OOM; twice as many after each further one, and at most.
+_WAIT, _LONGEST_WAIT = 4, 512
+
+Eager = Callable[[], Tuple[torch.Tensor, Any]]  # leaves its gradients in .grad
+
+
+class _MicroBatch(NamedTuple):
+    key: Any
+    samples: Any
+    tensors: List[torch.Tensor]
+    length: int
+
+
+class Graphs:
+    """Of one training. `most` graphs are kept; put_back() makes the state that before the attempt
+    which runs."""
+
+    def __init__(self, running: Running, most: int, put_back: Callable[[], None]):
+        self._running, self._most, self._put_back = running, most, put_back
+        self.lends = False  # the gradients in .grad are a graph's own
+        self.replayed = 0  # micro-batches of the batch that runs
+        self._is_off = False
+        self._device = torch.device("cpu")
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._changes: Optional[Changes] = Changes(running)
+        self._looks = 0  # that are left in this step
+        self._steps = self._wait_until = self._last_compared = 0
+        self._runs: Dict[Any, int] = {}  # by key
+        self._held: Dict[Any, Pass] = {}  # the one that ran last is the last
+        self._counts: Dict[Any, int] = {}  # samples, of these
+        self._recorder: Any = None
+        self._reads: Optional[Reads] = None  # of those that are held
+        self._is_exact = True  # replays leave the bits of eager passes
+        self._evicted = self._ooms = self._changed = 0
+        self._told: List[str] = []
+
+    # ---- around a batch ----
+
+    def begin(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
+        """One begins, in which these get gradients."""
+        self.replayed = 0
+        self._steps += 1
+        self._looks = _LOOKS_OF_A_STEP if self._steps <= _LOOKS else 0
+        if self._is_off:
+            return
+        is_same = device == self._device and list(map(id, parameters)) == self._ids()
+        self._device, self._parameters = device, list(parameters)
+        if self._held and not is_same:
+            self._drop_changed("a parameter")
+        elif self._reads and not self._reads.holds():
+            self._drop_changed(self._reads.changed())
+        if self._changes and self._steps > _LOOKS:
+            self._end_looks()
+
+    def _ids(self) -> List[int]:
+        return list(map(id, self._parameters))
+
+    def _end_looks(self) -> None:
+        assert self._changes is not None
+        names, self._changes = self._changes.names(), None
+        why = self._why_not()
+        if names and not why:
+            more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+            why = (
+                f"{self._running.program.loss_name} changes "
+                f"{', '.join(map(repr, names[:3]))}{more} in Python, which a replay would leave "
+                "out: expected tensors on the GPU that change in place"
+            )
+        if why:
+            self._turn_off(why)
+
+    def _why_not(self) -> str:
+        if recorder_of(self._device) is None:
+            return f"the model is on {self._device}, where nothing can be captured"
+        if hooked(self._parameters):  # type: ignore[arg-type]
+            return "a parameter has a hook of register_post_accumulate_grad_hook()"
+        trees = cudagraph_trees()
+        if trees and trees.get_manager(self._device.index or 0, False):
+            return (
+                'the model is compiled with mode="reduce-overhead", which has graphs of its own: '
+                "expected torch.compile(model)"
+            )
+        return ""
+
+    def _drop_changed(self, name: str) -> None:
+        """What the passes read is other than when they were captured."""
+        self.drop()
+        self._changed += 1
+        self._wait(_WAIT << self._changed)
+        if self._changed == _MOST_CHANGES:
+            self._tell(
+                f"{name!r} has changed again since a pass was captured, so each graph serves few "
+                "steps: expected a tensor of the batch for what changes from step to step"
+            )
+
+    # ---- a micro-batch ----
+
+    def run(self, samples: Any, count: int, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        """Its pass: its part of the loss, and what was beside the loss. The gradients are in
+        .grad."""
+        self.lends = False
+        if self._is_off:
+            return eager()
+        try:
+            key, tensors = flattened(samples)
+        except NotCapturedError as error:
+            self._turn_off(str(error))
+            return eager()
+        key = count, key
+        held = self._held.get(key)
+        if held:
+            return self._replay(held, _MicroBatch(key, samples, tensors, count), eager)
+        if not self._is_due(key):
+            return self._look(eager)
+        return self._capture(_MicroBatch(key, samples, tensors, count), eager)
+
+    def _look(self, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        if not (self._changes and self._looks):
+            return eager()
+        self._looks -= 1
+        self._changes.before()
+        result = eager()
+        self._changes.after()
+        return result
+
+    def _is_due(self, key: Any) -> bool:
+        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        if len(self._runs) > _MOST_SHAPES:
+            self._runs.clear()
+            if not self._held:
+                self._tell(
+                    f"the first {_MOST_SHAPES} shapes of micro-batches were nearly all different, "
+                    "and one is captured when it has come again: expected lengths that are padded "
+                    "to a few"
+                )
+        is_settled = self._steps > max(_LOOKS, self._wait_until)
+        return (
+            is_settled
+            and runs > _RUNS << min(self._evicted, 8)
+            and not self._running.undo.is_looking
+            and not torch.is_anomaly_enabled()
+        )
+
+    def _replay(self, held: Pass, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        if self._steps - self._last_compared >= _COMPARED_EVERY:
+            return self._compare(held, mb, eager)
+        result = held.replay(mb.tensors, mb.length)
+        if len(self._held) > 1:
+            self._held[mb.key] = self._held.pop(mb.key)
+        return self._give(result)
+
+    def _give(self, result: Result) -> Tuple[torch.Tensor, Any]:
+        self.replayed += 1
+        self.lends = True
+        put(self._parameters, result.gradients)
+        return result.loss, result.extras
+
+    def _run_eagerly(self, eager: Eager) -> Result:
+        return Result(*eager(), taken(self._parameters))
+
+    # ---- a capture ----
+
+    def _capture(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        """After eager passes, whose results the first replay must have. None of these runs beside
+        the graph, which has as much memory as one of them."""
+        first, dtype = self._mark(eager)
+        noise = self._noise(first, eager)
+        held = self._captured(mb, dtype)
+        if held is None:
+            return eager()
+        result = held.replay(mb.tensors, mb.length)
+        mark = Mark(self._running, result)
+        different = first.difference(mark)
+        is_in_tensors = different in dict(mark.tensors)
+        if not different or (noise and is_in_tensors and noise.explains(mark)):
+            self._hold(mb, held, is_exact=noise is None)
+            return self._give(result)
+        del result, mark, held
+        self._put_back()
+        self.drop()
+        self._turn_off(f"a replay differs from an eager pass in {different}")
+        return eager()
+
+    def _mark(self, eager: Eager) -> Tuple[Mark, torch.dtype]:
+        """Of an eager pass, of which nothing is left."""
+        result = self._run_eagerly(eager)
+        mark = Mark(self._running, result).let_go()
+        self._put_back()
+        return mark, result.loss.dtype
+
+    def _noise(self, first: Mark, eager: Eager) -> Optional[Noise]:
+        """None: two eager passes leave the same bits."""
+        passes: List[List[torch.Tensor]] = []
+        while len(passes) < 2:
+            mark = Mark(self._running, self._run_eagerly(eager))
+            is_same = not (passes or first.places(mark))
+            if not is_same:
+                passes.append(mark.on_host())
+            mark.let_go()
+            self._put_back()
+            if is_same:
+                return None
+        return Noise(*passes)
+
+    def _captured(self, mb: _MicroBatch, dtype: torch.dtype) -> Optional[Pass]:
+        """None: it is told why."""
+        if mb.length > max(self._counts.values(), default=0):
+            self.drop()  # the others have room in the arena of the largest
+        while len(self._held) >= self._most:
+            self._evict()
+        try:
+            self._recorder = self._recorder or recorder_of(self._device)
+            inputs = Inputs(mb.samples, mb.tensors, self._device)
+            weight = Weight(self._running, mb.length, self._device, dtype)
+            held = Pass(self._running, self._parameters, inputs, weight)
+            held.capture(self._recorder)
+            self._put_back()  # what Python has changed meanwhile
+            return held
+        except Exception as error:
+            found = error
+        # Here no exception is being handled, which would hold what the pass has made.
+        text, at = str(found).partition("\n")[0], line_of(found)
+        is_memory = is_oom(found)
+        let_go(found)
+        self._put_back()
+        if is_memory:
+            self.ran_out()
+        else:
+            self.drop()
+            self._turn_off(
+                f"a pass of {self._running.program.loss_name} cannot be captured{at}: {text} "
+                "(what reads a tensor on the host, such as item(), or takes one of the CPU)"
+            )
+        return None
+
+    def _hold(self, mb: _MicroBatch, held: Pass, is_exact: bool) -> None:
+        if not self._held:
+            program, undo = self._running.program, self._running.undo
+            self._reads = Reads(program.functions_that_run(), undo.tree.modules, program.update)
+            self._last_compared = self._steps
+        self._is_exact &= is_exact
+        self._held[mb.key], self._counts[mb.key] = held, mb.length
+
+    def _compare(self, held: Pass, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        """With an eager pass, whose results count. A graph that is as near as two eager passes are
+        is captured and proved anew."""
+        if not self._is_exact:
+            self.drop()
+            return eager()
+        self._last_compared = self._steps
+        replayed = Mark(self._running, held.replay(mb.tensors, mb.length))
+        self._put_back()
+        first = self._run_eagerly(eager)
+        different = replayed.difference(Mark(self._running, first))
+        if different:
+            self.drop()
+            self._turn_off(
+                f"a replay differs from an eager pass in {different}, and did not when it was "
+                f"captured: something that {self._running.program.loss_name} reads is another "
+                "since, in steps that have run"
+            )
+        put(self._parameters, first.gradients)
+        return first.loss, first.extras
+
+    # ---- memory ----
+
+    def ran_out(self) -> None:
+        """Of memory, in a pass or elsewhere: the graphs give theirs back."""
+        if self._held or self._recorder:
+            self._wait(_WAIT << self._ooms)
+            self._ooms += 1
+        self.drop()
+
+    def _wait(self, steps: int) -> None:
+        self._wait_until = self._steps + min(steps, _LONGEST_WAIT)
+
+    def _evict(self) -> None:
+        key = next(iter(self._held))
+        del self._held[key], self._counts[key]
+        self._evicted += 1
+        if not self._held:
+            self.drop()
+
+    def drop(self) -> None:
+        if self._held or self._recorder:
+            self._held.clear()
+            self._counts.clear()
+            self._runs.clear()
+            self._recorder = self._reads = None
+            self._is_exact = True
+            torch.cuda.empty_cache()
+
+    # ---- what is said ----
+
+    def _turn_off(self, why: str) -> None:
+        self._is_off = True
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        if why in self._told:
+            return
+        self._told.append(why)
+        more = "; it runs without graphs from now on" if self._is_off else ""
+        warnings.warn(
+            f"rebatch: graphs=True: {why}{more}", RuntimeWarning, stacklevel=user_stacklevel()
+        )

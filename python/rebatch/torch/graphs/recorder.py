@@ -1,0 +1,86 @@
+"""Captures a pass in a CUDA graph. Must not know what the pass does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from typing import Any, Callable, Iterator, Optional
+
+import torch
+
+from rebatch.torch.private import (
+    clear_cublas_workspaces,
+    end_failed_capture,
+    get_device_index,
+)
+
+
+
+@functools.lru_cache(maxsize=None)
+def _stream_of(device: torch.device) -> Any:
+    """Of all captures: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
+class Recorder:
+    """Captures on one device, one graph after another, in one arena: memory that all its graphs
+    share, since no two run at once. Blocks of the arena that are free at the end of a capture serve
+    the next one. Once all its graphs are gone, another recorder is needed: PyTorch frees an arena
+    with the last graph in it."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(self, body: Callable[[], Any]) -> "Recording":
+        """Run it with its work captured, not done. What it raises comes out, and the capture is
+        gone. The host waits for the device, whose cached memory is given back before."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()  # nodes of earlier graphs of autograd belong to another stream
+        torch.clear_autocast_cache()
+        clear_cublas_workspaces()  # those of the capture are to be in the arena
+        torch.cuda.empty_cache()
+        graph, stream = torch.cuda.CUDAGraph(), _stream_of(self._device)
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream), self._cleaned_up(graph):
+                # Other threads may pin memory, or ask for events, meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                result = body()
+                graph.capture_end()
+        finally:
+            torch.clear_autocast_cache()  # what is in it has not been computed
+            clear_cublas_workspaces()
+        current.wait_stream(stream)
+        return Recording(graph, result)
+
+    @contextlib.contextmanager
+    def _cleaned_up(self, graph: Any) -> Iterator[None]:
+        """Around a capture. PyTorch leaves one that CUDA has invalidated half open."""
+        generator = torch.cuda.default_generators[get_device_index(self._device)]
+        state = generator.clone_state()
+        try:
+            yield
+        except BaseException:
+            try:
+                graph.capture_end()
+            except Exception:
+                with contextlib.suppress(Exception):
+                    end_failed_capture(get_device_index(self._device), self._pool)
+                generator.graphsafe_set_state(state)  # the other one waits for the capture's end
+            raise
+
+
+class Recording:
+    """A graph, and what the pass that was captured returned: memory that a replay writes to."""
+
+    def __init__(self, graph: Any, result: Any):
+        self._graph, self.result = graph, result
+        self.replay: Callable[[], None] = graph.replay
+
+
+def recorder_of(device: torch.device) -> Optional[Recorder]:
+    """None where nothing can be captured."""
+    return Recorder(device) if device.type == "cuda" else None

@@ -1,0 +1,95 @@
+"""tests/python/test_replays.py with CUDA's own graphs, and what only these show. A stand-in for
+CUDA captures nothing."""
+
+import pytest
+import torch
+
+import models
+from conftest import load_standin
+from test_replays import *  # noqa: F403
+from test_replays import Run, both
+
+pytestmark = pytest.mark.skipif(load_standin() is not None, reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(models, "DEVICE", torch.device("cuda"))
+
+
+def operations_of_a_pass():
+    model, batch, loss_fn = models.make("gpt")
+    with models.FailAt(1 << 30) as seen:
+        loss_fn(model, tuple(t[:8] for t in batch)).backward()
+    return seen.seen
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_an_oom_at_any_operation_of_a_capture_leaves_the_same_bits(part):
+    """Two passes without a graph, and one that is captured. Without a size that changes."""
+    fail_at = 1 + part * 3 * operations_of_a_pass() // 16
+    states = []
+    for graphs in (True, False):
+        run = Run("gpt", graphs, micro_allowed=[8]).steps(3)
+        assert not any(run.replayed)
+        run.steps(1, fail_at=fail_at * graphs)
+        assert run.step.report.ooms == graphs or run.replayed[-1]
+        states.append(run.steps(14).state())
+        assert bool(run.replayed[-1]) == graphs
+    assert models.same_bits(*states)
+
+
+def test_autocast_and_a_scaler():
+    for dtype in (torch.bfloat16, torch.float16):
+        states = []
+        for graphs in (True, False):
+            model, batch, loss_fn = models.make("gpt")
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            scaler = torch.amp.GradScaler(enabled=dtype is torch.float16)
+            options = {"autocast": dtype, "scaler": scaler, "micro_start": 8, "growth": False}
+            step = models.rebatch.Step(model, optimizer, loss_fn, graphs=graphs, **options)
+            torch.manual_seed(1)
+            losses = [step(batch) for _ in range(10)]
+            assert step.report.replayed == 2 * graphs
+            states.append([*models.state_of(model), *losses])
+        assert models.same_bits(*states)
+
+
+def test_batches_on_the_host_are_copied_to_the_graph():
+    states = []
+    for graphs in (True, False):
+        model, batch, _ = models.make("mlp")
+        batch = tuple(t.cpu() for t in batch)
+
+        def loss_fn(model, samples):
+            x, y = (t.to("cuda", non_blocking=True) for t in samples)
+            return ((model(x) - y) ** 2).mean()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = models.rebatch.Step(model, optimizer, loss_fn, graphs=graphs, micro_start=8)
+        for i in range(9):
+            step(tuple(t.roll(i, 0) for t in batch))
+        states.append(models.state_of(model))
+        assert step.report.replayed == 2 * graphs
+    assert models.same_bits(*states)
+
+
+def test_a_capture_after_one_that_failed():
+    """The allocator and the generators are usable."""
+
+    def loss_fn(model, samples):
+        loss = models.token_loss(model, samples)
+        loss.item()
+        return loss
+
+    with pytest.warns(RuntimeWarning, match="cannot be captured at .*test_replays_gpu.py"):
+        Run("gpt", True, loss_fn=loss_fn).steps(7)
+    assert both("gpt", 8, micro_start=8).replayed[-1] == 2
+
+
+def test_dropping_gives_the_memory_back():
+    run = Run("gpt", True, micro_start=8).steps(8)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    run.step._training.callbacks.graphs.drop()
+    assert torch.cuda.memory_reserved() < held

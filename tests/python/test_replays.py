@@ -1,0 +1,449 @@
+"""graphs=True: which micro-batches are captured, replayed, dropped or refused, and that the bits
+are those without graphs. A CPU captures nothing: there a recorder stands in that runs the pass
+again in each replay. cuda/test_replays_gpu.py has the same tests with CUDA's graphs."""
+
+import contextlib
+import random
+import re
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import rebatch.torch as rebatch
+from models import FailAt, make, placed, same_bits, state_of
+from rebatch.torch.batches.outputs import tensors_in
+from rebatch.torch.graphs import graphs as graphs_module
+from rebatch.torch.graphs.changes import Changes
+
+# Steps before the first capture: three are looked at, and a shape is to have run three times.
+EAGER_STEPS = 4
+
+
+class Rerun:
+    """A recorder for a CPU: a replay runs the pass again, into the memory of its first results."""
+
+    made = 0  # captures of the test
+
+    def __init__(self, fails):
+        self.fails = fails  # what the next captures raise
+
+    def record(self, body):
+        if self.fails:
+            raise self.fails.pop(0)
+        Rerun.made += 1
+        first = body()
+
+        def replay():
+            now = body()
+            first.loss.copy_(now.loss)
+            for own, gradient in zip(first.gradients, now.gradients):
+                if own is not None:
+                    own.copy_(gradient)
+            for own, value in zip(tensors(first.extras), tensors(now.extras)):
+                own.copy_(value)
+
+        return types.SimpleNamespace(result=first, replay=replay)
+
+
+def tensors(extras):
+    return list(tensors_in(extras)) if extras is not None else []
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch):
+    """What the next captures fail with, where a test appends to it."""
+    fails = []
+    Rerun.made = 0
+    if models.DEVICE.type == "cpu":
+        monkeypatch.setattr(graphs_module, "recorder_of", lambda device: Rerun(fails))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        # Dropout draws from it there, and so does a replay that runs the pass again.
+        names, own = Changes.names, ("torch.default_generator", "(a tensor on the CPU)")
+        named = lambda self: [n for n in names(self) if not n.endswith(own)]  # noqa: E731
+        monkeypatch.setattr(Changes, "names", named)
+    return fails
+
+
+class Run:
+    """A training, and what is the same with graphs and without."""
+
+    def __init__(self, kind, graphs, loss_fn=None, model=None, backward=False, **options):
+        made, self.batch, its = make(kind)
+        self.model = made if model is None else placed(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.losses, self.outputs, self.replayed = [], [], []
+        options = {"growth": False, "log_level": "quiet", "graphs": graphs, **options}
+        arguments = (self.model,) if backward else (self.model, self.optimizer)
+        way = rebatch.Backward if backward else rebatch.Step
+        self.step = way(*arguments, loss_fn or its, **options)
+        self.backward = backward
+        torch.manual_seed(1)
+
+    def steps(self, count, samples=16, fail_at=0):
+        for i in range(count):
+            batch = tuple(t[:samples].roll(i, 0) for t in self.batch)
+            with FailAt(fail_at) if fail_at else contextlib.nullcontext():
+                self.losses.append(self.step(batch))
+            self.outputs.append(self.step.outputs)
+            self.replayed.append(self.step.report.replayed)
+            if self.backward:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def state(self):
+        moments = [value for one in self.optimizer.state.values() for value in one.values()]
+        return [*state_of(self.model), *moments, *self.losses, *tensors(tuple(self.outputs))]
+
+
+def both(kind, *plan, **options):
+    """The run with graphs, whose bits are those of the run without. `plan`: steps, or (steps,
+    samples)."""
+    kept = options.pop("kept", True)
+    runs = []
+    for graphs in (kept, False):
+        runs.append(run := Run(kind, graphs, **options))
+        for part in plan:
+            run.steps(*(part if isinstance(part, tuple) else (part,)))
+    assert same_bits(*(run.state() for run in runs))
+    return runs[0]
+
+
+# ---- replays ----
+
+
+@pytest.mark.parametrize("kind", ("mlp", "conv", "gpt"))
+@pytest.mark.parametrize("micro", (16, 4))
+def test_micro_batches_are_replayed_with_the_same_bits(kind, micro):
+    run = both(kind, 10, micro_start=micro)
+    assert run.replayed[0] == 0 and run.replayed[-1] == 16 // micro
+    assert run.step.numbers()["rebatch/replayed"] == 16 // micro
+
+
+def test_the_last_part_has_a_graph_too():
+    assert both("gpt", 12, micro_start=6).replayed[-1] == 3
+
+
+def test_one_graph_is_kept_where_one_is_asked_for():
+    run = both("mlp", (8, 16), (8, 8), (4, 16), micro_start=16, kept=1)
+    assert run.replayed[7] and run.replayed[15]
+
+
+def test_batches_of_other_sizes_use_the_graph_of_their_micro_batch():
+    run = both("mlp", (6, 16), (2, 8), micro_start=4)
+    assert run.replayed[-1] == 2  # of 4 samples, which weigh twice as much
+
+
+def test_a_backward_adds_to_what_is_in_grad():
+    runs, kept = [], []
+    for graphs in (True, False):
+        runs.append(run := Run("mlp", graphs, backward=True, micro_start=16).steps(6))
+        gradients = []
+        for _ in range(3):  # without an update
+            run.step(run.batch)
+            gradients.append([p.grad for p in run.model.parameters()])
+        kept.append([g.cpu() for each in gradients for g in each])
+    assert runs[0].replayed[-1] and same_bits(*kept)
+
+
+@pytest.mark.parametrize("as_tensor", (False, True))
+def test_a_sum_is_divided_as_without_graphs(as_tensor):
+    def loss_fn(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).sum()
+
+    def normalizer(batch):
+        return batch[1].abs().sum() if as_tensor else 3.3
+
+    run = both("mlp", 8, loss_fn=loss_fn, normalizer=normalizer, micro_start=4)
+    assert run.replayed[-1] == 4
+
+
+def test_outputs_are_copies():
+    def loss_fn(model, samples):
+        out = model(samples[0])
+        loss = ((out - samples[1]) ** 2).mean()
+        return loss, {"out": out, "mean": rebatch.Mean(out.detach().mean()), "list": list(out)}
+
+    assert both("mlp", 9, loss_fn=loss_fn, micro_start=8).replayed[-1] == 2
+
+
+@pytest.mark.parametrize("form", ("dict", "list", "nested"))
+def test_batches_of_other_forms(form):
+    def formed(batch):
+        x, y = batch
+        return {
+            "dict": {"x": x, "y": y, "name": "a"},
+            "list": [x, y],
+            "nested": {"in": (x, 2.0), "out": {"y": y}},
+        }[form]
+
+    def loss_fn(model, s):
+        x, y = {
+            "dict": lambda: (s["x"], s["y"]),
+            "list": lambda: s,
+            "nested": lambda: (s["in"][0], s["out"]["y"]),
+        }[form]()
+        return ((model(x) - y) ** 2).mean()
+
+    states = []
+    for graphs in (True, False):
+        model, batch, _ = make("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = rebatch.Step(model, optimizer, loss_fn, graphs=graphs, micro_start=8, growth=False)
+        for i in range(8):
+            step(formed(tuple(t.roll(i, 0) for t in batch)))
+        states.append(state_of(model))
+        assert step.report.replayed == 2 * graphs
+    assert same_bits(*states)
+
+
+def test_a_changed_learning_rate_needs_no_other_graph():
+    run = Run("mlp", True).steps(EAGER_STEPS + 1)
+    made = Rerun.made
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.5
+    run.steps(2)
+    assert run.replayed[-1] == 1 and Rerun.made == made
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("fail_at", (1, 4, 9, 14))
+def test_an_oom_beside_the_graphs_drops_them_before_the_micro_batch_is_halved(fail_at):
+    run, other = (Run("conv", graphs, micro_start=8, on_oom="fit") for graphs in (True, False))
+    for each in (run, other):
+        each.steps(6)
+    with FailAt(fail_at), warnings.catch_warnings():  # BatchNorm
+        warnings.simplefilter("ignore")
+        run.step({0: run.batch}[0])
+    assert run.step.report.micro in (4, 8)
+    run.steps(30)
+    assert run.replayed[-1] == 16 // run.step.report.micro
+
+
+def test_an_oom_while_capturing_leaves_the_step_eager_for_a_while(recorder):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    recorder.append(error)
+    if models.DEVICE.type != "cpu":
+        pytest.skip("the recorder of a CPU fails on request")
+    run = both("mlp", 20, micro_start=8)
+    assert run.replayed[EAGER_STEPS] == 0 and run.replayed[-1] == 2
+    assert run.step.report.micro == 8
+
+
+# ---- what is refused ----
+
+
+def told(run, steps=8):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run.steps(steps)
+    return [str(w.message) for w in found if "graphs=True" in str(w.message)]
+
+
+def _with_counter():
+    def loss_fn(model, samples):
+        model.calls = getattr(model, "calls", 0) + 1
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + model.calls / 100)
+
+    return loss_fn
+
+
+def _with_history():
+    history = []
+
+    def loss_fn(model, samples):
+        loss = ((model(samples[0]) - samples[1]) ** 2).mean()
+        history.append(loss.detach())
+        return loss
+
+    return loss_fn
+
+
+def _with_host_random():
+    def loss_fn(model, samples):
+        scale = random.random()
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * scale
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    "make_loss, named",
+    ((_with_counter, "calls"), (_with_history, "history"), (_with_host_random, "random")),
+)
+def test_what_a_replay_would_leave_out_is_named_once_and_the_results_are_the_same(make_loss, named):
+    states = []
+    for graphs in (True, False):
+        random.seed(0)
+        run = Run("mlp", graphs, loss_fn=make_loss(), micro_start=8)
+        said = told(run)
+        assert len(said) == graphs and all(named in text for text in said), said
+        assert set(run.replayed) == {0}
+        states.append(run.state())
+    assert same_bits(*states)
+
+
+def test_a_pass_that_cannot_be_captured_is_told_with_its_line(recorder):
+    if models.DEVICE.type == "cpu":
+        recorder.append(RuntimeError("operation not permitted when stream is capturing"))
+
+    def loss_fn(model, samples):
+        loss = ((model(samples[0]) - samples[1]) ** 2).mean()
+        return loss * (2 if loss.item() > 1e9 else 1)
+
+    run = Run("mlp", True, loss_fn=loss_fn)
+    (said,) = told(run)
+    assert "operation not permitted when stream is capturing" in said and "item()" in said
+    if models.DEVICE.type != "cpu":
+        assert "test_replays.py" in said
+    assert set(run.replayed) == {0}
+
+
+def test_a_replay_that_differs_is_not_used():
+    calls = models.Unseen(0)  # which no look sees
+
+    def loss_fn(model, samples):
+        calls[0] += 1
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + calls[0])
+
+    run = Run("mlp", True, loss_fn=loss_fn)
+    (said,) = told(run)
+    assert "a replay differs from an eager pass in the loss" in said
+    assert set(run.replayed) == {0}
+
+
+def test_a_replay_of_a_noisy_pass_is_used_and_proved_anew_instead_of_compared(monkeypatch):
+    monkeypatch.setattr(graphs_module, "_COMPARED_EVERY", 3)
+    noise = random.SystemRandom()  # as of kernels that sum in any order
+
+    def loss_fn(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + 1e-4 * noise.random())
+
+    run = Run("mlp", True, loss_fn=loss_fn)
+    assert not told(run, EAGER_STEPS + 9)
+    assert re.fullmatch("0+1110+1+", "".join(map(str, run.replayed)))
+
+
+def test_what_no_look_sees_is_found_by_the_comparison_of_later_steps(monkeypatch):
+    monkeypatch.setattr(graphs_module, "_COMPARED_EVERY", 3)
+    factor = models.Unseen(1.0)
+
+    def loss_fn(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * factor[0]
+
+    run = Run("mlp", True, loss_fn=loss_fn).steps(EAGER_STEPS + 2)
+    assert run.replayed[-1]
+    if models.DEVICE.type == "cpu":
+        pytest.skip("a replay that runs the pass again reads what is now")
+    factor[0] = 2.0
+    (said,) = told(run, 4)
+    assert "did not when it was captured" in said
+
+
+def test_a_number_that_changes_between_steps_is_read_again():
+    model = models.Mlp()
+    model.weight_of_kl = 1.0
+
+    def loss_fn(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * model.weight_of_kl
+
+    states = []
+    for graphs in (True, False):
+        torch.manual_seed(0)
+        run = Run("mlp", graphs, loss_fn=loss_fn)
+        run.model.weight_of_kl = 1.0
+        run.steps(6)
+        run.model.weight_of_kl = 0.5
+        run.steps(20)
+        states.append(run.state())
+        assert bool(run.replayed[5]) == graphs and bool(run.replayed[-1]) == graphs
+        assert run.replayed[6] == 0
+    assert same_bits(*states)
+
+
+def test_shapes_that_never_come_again_are_told():
+    model = nn.Linear(1, 1)
+    x = placed(torch.randn(4, 100, 1))
+
+    def loss_fn(model, samples):
+        return model(samples).square().mean()
+
+    model = placed(model)
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, graphs=True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for i in range(70):
+            step(x[:, : 20 + i])
+    (said,) = [str(w.message) for w in found if "graphs" in str(w.message)]
+    assert "shapes" in said and "padded" in said and step.report.replayed == 0
+
+
+def test_a_batch_that_no_graph_can_have_is_named():
+    class Odd:
+        def __init__(self, x):
+            self.x = x
+
+    def loss_fn(model, samples):
+        return model(samples["x"].x).square().mean()
+
+    model = placed(models.Mlp())
+    step = rebatch.Step(
+        model,
+        torch.optim.SGD(model.parameters(), 0.01),
+        loss_fn,
+        graphs=True,
+        slice=lambda batch, first, count: {"x": Odd(batch["x"].x[first : first + count])},
+        length=lambda batch: len(batch["x"].x),
+    )
+    with pytest.warns(RuntimeWarning, match=r"batch\['x'\] is a Odd: expected tensors"):
+        for _ in range(6):
+            step({"x": Odd(placed(torch.randn(4, 8)))})
+
+
+def test_a_cpu_is_told(monkeypatch):
+    monkeypatch.undo()
+    model = models.Mlp()
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.01), models.regression_loss, graphs=True
+    )
+    with pytest.warns(RuntimeWarning, match="the model is on cpu, where nothing can be captured"):
+        for _ in range(5):
+            step((torch.randn(4, 8), torch.randn(4)))
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    (
+        ({"graphs": -1}, "graphs is -1: expected False, True, or how many"),
+        ({"graphs": "yes"}, "graphs is 'yes': expected"),
+        ({"graphs": True, "gradients": "inplace"}, "expected gradients='fresh'"),
+    ),
+)
+def test_arguments_are_checked(options, text):
+    model = placed(models.Mlp())
+    with pytest.raises(ValueError, match=text):
+        rebatch.Step(
+            model, torch.optim.SGD(model.parameters(), 0.1), models.regression_loss, **options
+        )
+
+
+def test_parts_are_refused():
+    model = placed(models.Mlp())
+    backward = rebatch.Backward(model, models.regression_loss, graphs=True)
+    with pytest.raises(ValueError, match="graphs is 2: expected graphs=False, or a loss_fn"):
+        backward.parts(placed(torch.randn(4, 8)))
+
+
+def test_a_check_and_an_evaluation_use_no_graphs():
+    run = Run("mlp", True).steps(EAGER_STEPS + 2)
+    before = Rerun.made
+    assert run.step.check(run.batch)
+    run.step.evaluate(run.batch)
+    assert Rerun.made == before
+    assert run.steps(1).replayed[-1] == 1
