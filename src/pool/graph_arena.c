@@ -131,6 +131,8 @@ rebatch_status rbi_arena_search(struct rbi_block **out, rebatch_pool *pool,
     rebatch_status status = request->claims ? REBATCH_OK : check_open(request);
     if (status == REBATCH_OK)
         status = rbi_pool_poll(pool);
+    if (status == REBATCH_OK)
+        status = rbi_pool_poll_beyond(pool, true);
     rbi_pool_flush_lists(pool);
     if (status == REBATCH_OK)
         status = find(out, pool, request);

@@ -122,6 +122,8 @@ Test(pool_arena, what_is_lent_serves_what_would_be_an_oom)
     AUTO_RIG rig = rig_open(32, NULL);
     rebatch_arena *const arena = open_arena(rig.pool, NULL);
     const struct graph graph = capture(rig.pool, arena, 20 * PAGE);
+    lend(rig.pool, arena);
+    claim(rig.pool, arena);
     assert_oom(rig.pool, 15 * PAGE); /* free in the arena is nobody else's */
     const size_t fits = would_fit(rig.pool);
     assert_oom(rig.pool, fits + UNIT);
@@ -499,6 +501,41 @@ Test(pool_arena, a_reservation_is_not_the_arenas)
     rebatch_arena_destroy(arena);
 }
 
+Test(pool_arena, a_reservation_is_not_a_claims)
+{
+    AUTO_RIG rig = rig_open(32, NULL);
+    rebatch_arena *const arena = open_arena(rig.pool, NULL);
+    const struct graph graph = capture(rig.pool, arena, 20 * PAGE);
+    lend(rig.pool, arena);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 15 * PAGE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_arena_claim(arena), REBATCH_OOM);
+    assert_valid(rig.pool);
+    void *const reserved = take(rig.pool, 15 * PAGE);
+    give(rig.pool, reserved);
+    claim(rig.pool, arena);
+    replay(&graph, 20 * PAGE);
+    drop(rig.pool, arena, &graph);
+}
+
+/* Before new memory, what is free in the pool and no longer used. */
+Test(pool_arena, a_claim_takes_free_pages_first)
+{
+    AUTO_RIG rig = rig_open(64, NULL);
+    rebatch_arena *const arena = open_arena(rig.pool, NULL);
+    const struct graph graph = capture(rig.pool, arena, 20 * PAGE);
+    lend(rig.pool, arena);
+    void *const evaluation = take(rig.pool, 55 * PAGE);
+    give(rig.pool, evaluation);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 15 * PAGE, NULL), REBATCH_OK);
+    const uint64_t reserved = stats_of(rig.pool).reserved_bytes;
+    give(rig.pool, take(rig.pool, 10 * PAGE));
+    cr_assert_eq(rbi_device_synchronize(rig.device), REBATCH_OK);
+    claim(rig.pool, arena);
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, reserved + 10 * PAGE);
+    replay(&graph, 20 * PAGE);
+    drop(rig.pool, arena, &graph);
+}
+
 Test(pool_arena, admission_counts_what_is_lent)
 {
     AUTO_RIG rig = rig_open(32, NULL);
@@ -523,6 +560,7 @@ Test(pool_arena, plans_are_not_of_arenas)
     const struct graph two = capture(rig.pool, second, 20 * PAGE);
     cr_assert_eq(rig.pool->plan.marked, 7);
     cr_assert(!rbi_pool_holds_too_much(rig.pool));
+    cr_assert(rbi_pool_may_take(rig.pool, PAGE, 10 * PAGE));
     give(rig.pool, take(rig.pool, PAGE));
     cr_assert_eq(rig.pool->plan.marked, 0);
     drop(rig.pool, first, &one);
