@@ -129,7 +129,7 @@ static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fa
     char when[256];
     size_t ran;
     struct rbi_text t = {when, sizeof when, 0};
-    rbi_dry_step_release(c->rb);
+    rbi_resize_release(c->rb);
     rebatch_status status =
         c->has_resize && least_of(c) < size ? resize(c, least_of(c), 0) : REBATCH_OK;
     if (status)
@@ -231,7 +231,7 @@ rebatch_status rbi_ooms_run_resizes(struct rbi_check *c, size_t batch)
         status = fail_resize(c, batch, nth, &is_there);
         is_there = is_there && c->report->mistakes == 0 && rbi_check_has_time(c);
     }
-    rbi_dry_step_release(c->rb);
+    rbi_resize_release(c->rb);
     return status;
 }
 

@@ -84,7 +84,7 @@ rebatch_status rbi_check_take_back(struct rbi_check *c)
 {
     rbi_check_find_stale(c);
     find_leak(c);
-    const rebatch_status status = rbi_dry_step_undo(c->rb);
+    const rebatch_status status = rbi_step_undo(c->rb);
     rbi_stale_take_back(&c->stale, true);
     return status;
 }

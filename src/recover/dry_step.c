@@ -124,16 +124,6 @@ rebatch_status rbi_dry_step_update(rebatch *rb)
     return wait_for_it(rb, status);
 }
 
-rebatch_status rbi_dry_step_undo(rebatch *rb)
-{
-    return rbi_step_undo(rb);
-}
-
-void rbi_dry_step_release(rebatch *rb)
-{
-    rbi_resize_release(rb);
-}
-
 void rbi_dry_step_end(struct rbi_dry_step *dry_step, rebatch *rb)
 {
     rbi_assert(rb->dry_step == &dry_step->watch);

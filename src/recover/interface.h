@@ -209,6 +209,10 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size);
 /* From here on, till the step's end, callbacks are a probe's. */
 void rbi_step_is_probe(rebatch *rb);
 
+/* Takes back all that was allocated since the step, the map or the dry run began, and undoes its
+ * frees; then puts guarded state back, so that what guards restore exists (undo.c). */
+rebatch_status rbi_step_undo(rebatch *rb);
+
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
 
 /* Checks the arguments of `function` and copies the table, what an older and shorter
@@ -253,7 +257,7 @@ rebatch_status rbi_dry_step_begin(struct rbi_dry_step *dry_step, rebatch *rb,
                                   const rebatch_step_ops *ops, size_t batch, void *user,
                                   const struct rbi_dry_step_watch *watch);
 /* zero_grad, and all samples in micro-batches of at most `size`. What it did stays until
- * rbi_dry_step_undo(). *ran is the size of the largest; less than `size` after an OOM. */
+ * rbi_step_undo(). *ran is the size of the largest; less than `size` after an OOM. */
 rebatch_status rbi_dry_step_run(rebatch *rb, size_t size, size_t *ran);
 /* resize alone, for micro-batches of `size`; without that callback nothing. */
 rebatch_status rbi_dry_step_resize(rebatch *rb, size_t size);
@@ -265,10 +269,6 @@ rebatch_status rbi_dry_step_run_parts(rebatch *rb, const struct rbi_part *parts,
                                       size_t batch);
 /* optimizer_step after rbi_dry_step_run(), for good: the next run is of the step that follows. */
 rebatch_status rbi_dry_step_update(rebatch *rb);
-/* Takes back what the last run allocated and freed, and puts guarded state back. */
-rebatch_status rbi_dry_step_undo(rebatch *rb);
-/* Takes back what resize allocated: the next run calls it. */
-void rbi_dry_step_release(rebatch *rb);
 void rbi_dry_step_end(struct rbi_dry_step *dry_step, rebatch *rb);
 
 /* ---- what the program names (watch.c) ---- */

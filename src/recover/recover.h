@@ -554,9 +554,6 @@ rebatch_status rbi_step_close(rebatch *rb, rebatch_status status);
 rebatch_status rbi_step_open_scope(rebatch *rb);
 /* zero_grad, and what is done about an OOM in it. */
 rebatch_status rbi_zero_grad_run(rebatch *rb);
-/* Takes back all that was allocated since rb->run.scope began, and undoes its frees, so that what
- * guards restore exists. */
-rebatch_status rbi_step_undo(rebatch *rb);
 
 /* ---- the samples of a run (samples.c) ---- */
 
