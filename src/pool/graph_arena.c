@@ -340,15 +340,15 @@ static rebatch_status open_locked(rebatch_arena *arena, rebatch_stream stream)
     if (!home)
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
     home->pins++; /* as long as blocks of the arena may become its own */
-    struct rbi_pool_stream *const other = arena->home;
     const rebatch_status status = claim_locked(arena);
-    arena->home = status == REBATCH_OK ? home : other;
-    arena->own.stream = status == REBATCH_OK ? stream : arena->own.stream;
+    struct rbi_pool_stream *const let_go = status == REBATCH_OK ? arena->home : home;
+    if (let_go)
+        let_go->pins--;
     if (status != REBATCH_OK)
-        home->pins--;
-    else if (other)
-        other->pins--;
-    return status;
+        return status;
+    arena->home = home;
+    arena->own.stream = stream;
+    return REBATCH_OK;
 }
 
 rebatch_status rebatch_arena_open(rebatch_arena *arena, rebatch_stream stream)

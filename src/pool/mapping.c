@@ -55,7 +55,7 @@ static rebatch_status gather_overflow(rebatch_pool *pool, size_t count)
     rebatch_status status = rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_harvest_all(pool, count, NULL);
+    rbi_pool_harvest(pool, count, NULL);
     if (pool->vm.spare_pages >= count)
         return REBATCH_OK;
     const size_t fresh = rbi_min(count - pool->vm.spare_pages, room / pool->page_bytes);

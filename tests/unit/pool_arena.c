@@ -151,11 +151,11 @@ Test(pool_arena, what_is_lent_is_taken_last)
     lend(rig.pool, arena);
     void *const first = take(rig.pool, 10 * PAGE);
     give(rig.pool, first);
-    void *const all = take(rig.pool, 40 * PAGE);
+    void *const all = take(rig.pool, 33 * PAGE);
     cr_assert_eq(arena_stats(arena).taken_total_bytes, 0);
-    void *const more = take(rig.pool, 5 * PAGE);
+    void *const more = take(rig.pool, 10 * PAGE); /* the device has eight */
     cr_assert_geq(arena_stats(arena).taken_bytes, PAGE);
-    cr_assert_leq(arena_stats(arena).taken_bytes, 6 * PAGE);
+    cr_assert_leq(arena_stats(arena).taken_bytes, 4 * PAGE);
     give(rig.pool, all);
     give(rig.pool, more);
     claim(rig.pool, arena);
@@ -627,11 +627,15 @@ Test(pool_arena, a_copy_of_the_pool_has_its_arenas)
 /* A pool goes with its arenas. */
 Test(pool_arena, the_pools_end_is_that_of_its_arenas)
 {
-    AUTO_RIG rig = rig_open(32, NULL);
-    rebatch_arena *const arena = open_arena(rig.pool, NULL);
-    (void)capture(rig.pool, arena, 20 * PAGE);
-    lend(rig.pool, arena);
-    give(rig.pool, take(rig.pool, 25 * PAGE));
+    const int64_t live = rbi_heap_live();
+    {
+        AUTO_RIG rig = rig_open(32, NULL);
+        rebatch_arena *const arena = open_arena(rig.pool, NULL);
+        (void)capture(rig.pool, arena, 20 * PAGE);
+        lend(rig.pool, arena);
+        give(rig.pool, take(rig.pool, 25 * PAGE));
+    }
+    cr_assert_eq(rbi_heap_live(), live);
 }
 
 Test(pool_arena, arguments_are_checked)
