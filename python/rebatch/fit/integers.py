@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import sys
+from types import FrameType
 from typing import Any, Iterator, Sequence
 
 import torch
@@ -19,24 +20,35 @@ from torch.utils._pytree import tree_flatten, tree_map
 from rebatch.fit.error import FitError
 from rebatch.torch.private import TorchDispatchMode
 
-_MOST = 1 << 24  # elements of a tensor that is computed
+# Elements of a tensor that is computed; and of one that is computed from a kernel's zeros, by which
+# programs decide too: whether a loss is finite.
+_MOST, _MOST_OF_ZEROS = 1 << 24, 1 << 20
 # Where the program's files are not.
-_PACKAGES = (torch.__file__, os.path.dirname(__file__))
-_OURS = tuple(os.path.dirname(path) + os.sep for path in _PACKAGES)
+_FIT = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(_FIT)) + os.sep
+_BETWEEN = (os.path.dirname(torch.__file__) + os.sep, _FIT)
 
+_PLAIN = torch.Tensor.__torch_dispatch__
 _aten = torch.ops.aten
-# Their second argument is a list of indices, some of which may be masks.
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 # These write all of their first argument, whatever it held.
 _OVERWRITES = (_aten.copy_, _aten.fill_, _aten.zero_)
+# These bring integers to the host.
+_READS = (_aten._local_scalar_dense, _aten._to_copy, _aten.copy_)
+_LEAST_SQUARES = _aten.linalg_lstsq  # not by contents on a GPU
+# How far another integer is from the one that is read.
+_OTHER = 97
 
 
 class Integers(TorchDispatchMode):
     """While it is active, operations on integers have their results. Raises FitError where a size
-    is decided by integers that only a kernel would know."""
+    is decided by integers that only a kernel would know. With `reads_others`, the program reads
+    others in place of these: a size that it takes from them is another."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_others: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.reads_others = reads_others
+        self.read_at = ""  # where the program has first read a kernel's integers: file and line
         # By address, storages on the GPU that hold integers of which a kernel would have written
         # some. As long as one is here, no other has its address.
         self._unknown: dict[int, Any] = {}
@@ -44,22 +56,43 @@ class Integers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        own = [t for t in types if t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__]
+        own = [t for t in types if t.__torch_dispatch__ is not _PLAIN]
         if any(hasattr(t, "__tensor_flatten__") for t in own):
             return NotImplemented  # they consist of tensors, whose operations come here
         if own:
             return func(*args, **kwargs or {})
-        kwargs = kwargs or {}
-        if func.overloadpacket in _INDEXED:
+        kwargs, effect = kwargs or {}, _effect_of(func)
+        if effect.has_indices:
             if not _fills_by_mask(args):
                 args = (args[0], self._without_masks(func, args[1]), *args[2:])
-        elif torch.Tag.dynamic_output_shape in func.tags:
+        elif effect.has_sizes:
             inputs = [*_tensors((args, kwargs))]
-            if any(t.is_cuda for t in inputs) and func.overloadpacket is not _aten.linalg_lstsq:
+            if any(t.is_cuda for t in inputs):
                 return self._sized(func, inputs, args, kwargs)
         result = func(*args, **kwargs)
-        self._follow(func, result, args, kwargs)
+        if effect.reads:
+            result = self._as_read(result, args)
+        if not effect.is_none:
+            self._follow(func, effect, result, args, kwargs)
         return result
+
+    def _as_read(self, result: Any, args: Any) -> Any:
+        """What the program reads of the GPU, noted where a kernel would have written it."""
+        if isinstance(result, torch.Tensor) and result.is_cuda:
+            return result
+        *_, source = _tensors(args)
+        is_decision = source.numel() == 1 and source.dtype == torch.bool
+        if is_decision or not _is_integer(source) or self._is_known(source):
+            return result
+        frame = _frame()
+        if frame.f_code.co_filename.startswith(_OURS):  # what rebatch itself reads is no size
+            return result
+        self.read_at = self.read_at or _place(frame)
+        if not self.reads_others:
+            return result
+        if not isinstance(result, torch.Tensor):
+            return result + _OTHER
+        return result.logical_not_() if result.dtype == torch.bool else result.add_(_OTHER)
 
     # ---- sizes that contents decide ----
 
@@ -79,7 +112,8 @@ class Integers(TorchDispatchMode):
             rows, mask = torch.broadcast_tensors(*inputs)
             indices = self._without_masks(func, [mask])
             result = _aten.index.Tensor(rows, indices)
-            self._follow(_aten.index.Tensor, result, (rows, indices), {})
+            index = _aten.index.Tensor
+            self._follow(index, _effect_of(index), result, (rows, indices), {})
             return result
         # The weights of a count decide nothing.
         self._need(func, inputs[:1] if func.overloadpacket is _aten.bincount else inputs)
@@ -90,8 +124,8 @@ class Integers(TorchDispatchMode):
         if not all(_is_integer(tensor) and self._is_known(tensor) for tensor in tensors):
             name = func.overloadpacket.__name__.strip("_")
             raise FitError(
-                f"rebatch: {_place()}: a kernel would decide how large the result of {name}() is, "
-                "and none runs here: expected masks and counts that come from the host"
+                f"rebatch: {_place(_frame())}: a kernel would decide how large the result of {name}"
+                "() is, and none runs here: expected masks and counts that come from the host"
             )
 
     # ---- what is known ----
@@ -99,20 +133,23 @@ class Integers(TorchDispatchMode):
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata not in self._unknown
 
-    def _follow(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+    def _follow(self, func: Any, effect: _Effect, result: Any, args: Any, kwargs: Any) -> None:
         """Compute the integers that an operation has written, and note whether they are known."""
-        effect = _effect_of(func)
-        if effect.is_none or isinstance(result, torch.Tensor) and result.is_floating_point():
+        if isinstance(result, torch.Tensor) and (
+            result.is_floating_point() or not (result.is_cuda or effect.mutates)
+        ):
             return
         written = effect.written(result, args, kwargs)
         if not any(t.is_cuda and _is_integer(t) for t in written):
             return
         read = [] if effect.ignores else [*_tensors((args[effect.overwrites :], kwargs))]
-        is_known = False
-        if not effect.draws and all(_is_integer(t) or not t.is_cuda for t in read):
+        have_values = all(_is_integer(tensor) or not tensor.is_cuda for tensor in read)
+        most = _MOST if have_values else _MOST_OF_ZEROS
+        is_computed = False
+        if not effect.draws and all(tensor.numel() <= most for tensor in (*read, *written)):
             with contextlib.suppress(Exception):  # what the host lacks
-                is_known = _compute(func, effect, written, args, kwargs)
-        is_known = is_known and all(map(self._is_known, read))
+                is_computed = _compute(func, effect, written, args, kwargs)
+        is_known = is_computed and have_values and all(map(self._is_known, read))
         for tensor in written:
             self._mark(tensor, is_known, effect.overwrites)
 
@@ -124,6 +161,14 @@ class Integers(TorchDispatchMode):
             self._unknown[storage._cdata] = StorageWeakRef(storage)
         elif is_overwritten and tensor.numel() * tensor.itemsize == storage.nbytes():
             self._unknown.pop(storage._cdata, None)
+
+
+@functools.lru_cache(maxsize=None)
+def start() -> Integers:
+    """Those of this process, which are active from the first call on."""
+    integers = Integers()
+    integers.__enter__()
+    return integers
 
 
 # ---- operations ----
@@ -139,6 +184,9 @@ class _Effect:
     overwrites: bool  # all of the first argument
     ignores: bool  # what its tensors hold: it takes only their sizes
     draws: bool  # random numbers
+    has_indices: bool  # a list of them, some of which may be masks, is its second argument
+    has_sizes: bool  # contents decide how large its results are
+    reads: bool  # from the GPU to the host
 
     def written(self, result: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         into = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.mutates]
@@ -147,7 +195,7 @@ class _Effect:
 
 @functools.lru_cache(maxsize=None)
 def _effect_of(func: Any) -> _Effect:
-    schema = func._schema
+    schema, operation = func._schema, func.overloadpacket
     mutates = tuple(
         (at, argument.name)
         for at, argument in enumerate(schema.arguments)
@@ -159,9 +207,12 @@ def _effect_of(func: Any) -> _Effect:
         is_none=not mutates and not is_fresh or "empty" in name,
         is_fresh=is_fresh,
         mutates=mutates,
-        overwrites=func.overloadpacket in _OVERWRITES,
+        overwrites=operation in _OVERWRITES,
         ignores=name.startswith("new_") or name.endswith("_like"),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
+        has_indices=operation in _INDEXED,
+        has_sizes=torch.Tag.dynamic_output_shape in func.tags and operation is not _LEAST_SQUARES,
+        reads=operation in _READS,
     )
 
 
@@ -171,13 +222,29 @@ def _fills_by_mask(args: Any) -> bool:
     return values is not None and values.numel() == 1 and not values.is_cuda and len(args[1]) == 1
 
 
-def _place() -> str:
-    """Where the program is: its innermost line outside PyTorch and this package."""
+def _frame() -> FrameType:
+    """The innermost line outside PyTorch and the fit."""
     frame = sys._getframe()
-    while frame.f_back and frame.f_code.co_filename.startswith((*_OURS, "<")):
+    while frame.f_back and frame.f_code.co_filename.startswith((*_BETWEEN, "<")):
         frame = frame.f_back
-    path, near = frame.f_code.co_filename, os.path.relpath(frame.f_code.co_filename)
-    return f"{path if near.startswith(os.pardir) else near}:{frame.f_lineno}"
+    return frame
+
+
+def is_of_packages(path: str) -> bool:
+    """Whether a file is PyTorch's or rebatch's, not the program's."""
+    return path.startswith((_OURS, *_BETWEEN, "<"))
+
+
+def place(path: str, line: object) -> str:
+    """A line of the program, as it is told."""
+    near = os.path.relpath(path)
+    return f"{path if near.startswith(os.pardir) else near}:{line}"
+
+
+def _place(frame: FrameType) -> str:
+    while frame.f_back and is_of_packages(frame.f_code.co_filename):
+        frame = frame.f_back
+    return place(frame.f_code.co_filename, frame.f_lineno)
 
 
 # ---- values ----
@@ -200,13 +267,15 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(leaf: Any) -> Any:
     """A tensor's copy in host memory, and the host in place of a GPU. What a kernel would have
-    written is only as large."""
+    written is zeros."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
     if not isinstance(leaf, torch.Tensor) or not leaf.is_cuda:
         return leaf
-    if not leaf.numel() or not _is_integer(leaf):
-        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+    if not _is_integer(leaf):
+        return torch.zeros((), dtype=leaf.dtype).expand(leaf.size())
+    if not leaf.numel():
+        return torch.empty_like(leaf, device="cpu")
     return _span(leaf).cpu().as_strided(leaf.size(), leaf.stride(), 0)
 
 
@@ -220,8 +289,6 @@ def _on_gpu(values: Any, device: torch.device) -> Any:
 
 def _compute(func: Any, effect: _Effect, written: Any, args: Any, kwargs: Any) -> bool:
     """Give what an operation has written the values that it has on the host. Whether it has."""
-    if any(t.numel() > _MOST for t in (*written, *_tensors((args, kwargs)))):
-        return False
     on_host = tree_map(_on_host, args), tree_map(_on_host, kwargs)
     values = func(*on_host[0], **on_host[1])
     return _fill(written, effect.written(values, *on_host))

@@ -23,8 +23,8 @@ def integers():
     """What was in memory before is no result."""
     for size in 512, 4096, 1 << 20:
         torch.full((size // 8,), -(1 << 40), dtype=torch.int64).cuda()
-    with Integers():
-        yield
+    with Integers() as integers:
+        yield integers
 
 
 def padding(lengths, width=6):
@@ -158,6 +158,45 @@ def test_a_size_that_a_kernel_decides_is_refused_by_file_and_line(name):
     line = re.escape(f"{pathlib.Path(__file__).name}:")
     with pytest.raises(FitError, match=rf"{line}\d+: a kernel would decide how large the result"):
         REFUSED[name](SCORES.cuda())
+
+
+READ = {
+    "number": lambda scores: int(scores.argmax(-1)[0]),
+    "count": lambda scores: (scores > 0.5).sum().item(),
+    "list": lambda scores: torch.nn.functional.one_hot(scores.argmax(-1), 4).sum(0).tolist(),
+    "copy": lambda scores: scores.topk(2).indices.cpu(),
+    "mask": lambda scores: (scores > 0.5).to("cpu"),
+    "into a tensor of the host": lambda scores: torch.zeros(6).long().copy_(scores.argmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_integers_of_a_kernel_are_noted_where_they_are_read(name, integers):
+    plain = READ[name](SCORES.cuda())
+    assert re.search(rf"{pathlib.Path(__file__).name}:\d+$", integers.read_at)
+    with Integers(reads_others=True):
+        other = READ[name](SCORES.cuda())
+    if isinstance(plain, torch.Tensor):
+        assert plain.dtype == other.dtype and not (plain == other).any()
+    else:
+        assert plain != other
+
+
+def test_what_is_known_is_read_as_it_is():
+    with Integers(reads_others=True) as integers:
+        lengths = LENGTHS.cuda()
+        assert (lengths.tolist(), int(lengths.max())) == ([6, 3, 5, 1], 6)
+        assert MASK.cuda().cpu().tolist() == MASK.tolist()
+        assert SCORES.cuda().cpu().shape == (6, 4)
+    assert not integers.read_at
+
+
+@pytest.mark.parametrize("reads_others", [False, True])
+def test_decisions_are_by_zeros(reads_others):
+    with Integers(reads_others) as integers:
+        loss = SCORES.cuda().exp().square().sum()
+        assert torch.isfinite(loss) and not torch.isnan(loss) and not (loss > 1).any()
+    assert not integers.read_at
 
 
 def test_values_by_a_mask_of_a_kernel_decide_no_size():
