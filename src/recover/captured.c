@@ -173,7 +173,7 @@ static rebatch_status replay(rebatch *rb, const struct rbi_captured_size *size)
 {
     const rebatch_status status = rbi_graph_launch(rb->device, size->graph, rb->options.stream);
     if (status == REBATCH_OK)
-        rebatch_mutating(rb);
+        rb->callback.has_mutated = true;
     return status;
 }
 
