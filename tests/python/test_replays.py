@@ -18,6 +18,7 @@ from models import FailAt, make, placed, same_bits, state_of
 from rebatch.torch.batches.outputs import tensors_in
 from rebatch.torch.graphs import graphs as graphs_module
 from rebatch.torch.graphs.changes import Changes
+from rebatch.torch.trainers.backward import TrainerBackward
 
 # Steps before the first capture: three are looked at, and a shape is to have run three times.
 EAGER_STEPS = 4
@@ -160,6 +161,25 @@ def test_a_sum_is_divided_as_without_graphs(as_tensor):
 
     run = both("mlp", 8, loss_fn=loss_fn, normalizer=normalizer, micro_start=4)
     assert run.replayed[-1] == 4
+
+
+def test_another_loss_fn_is_captured_anew():
+    """What is captured, and what is known of its passes, is of the one before."""
+    runs = []
+    for graphs in (True, False):
+        runs.append(run := Run("mlp", graphs, micro_start=16).steps(6))
+        run.step.loss_fn = lambda model, s: ((model(s[0]) - s[1]) ** 4).mean()
+        run.steps(7)
+    assert runs[0].replayed[5] and not runs[0].replayed[6] and runs[0].replayed[-1]
+    assert same_bits(*(run.state() for run in runs))
+
+
+def test_an_adapter_says_that_it_has_no_graphs():
+    """What a Trainer logs in a pass would not happen in a replay."""
+    model, _, loss_fn = make("mlp")
+    with pytest.warns(RuntimeWarning, match="graphs has no effect on training_step"):
+        backward = TrainerBackward(model, loss_fn, loss_name="training_step", graphs=True)
+    assert backward._training.callbacks.graphs is None
 
 
 def test_outputs_are_copies():

@@ -187,7 +187,9 @@ class Backward:
     @loss_fn.setter
     def loss_fn(self, function: Callable[[Any, Any], Any]) -> None:
         check_loss_fn(function)
-        self._training.program.loss_fn = function
+        if function is not self.loss_fn:
+            self._training.program.loss_fn = function
+            self._training.callbacks.begin_graphs()
 
     @property
     def device(self) -> torch.device:

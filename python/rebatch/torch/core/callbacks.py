@@ -67,8 +67,8 @@ class Callbacks:
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
         self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
-        most = 0 if ranks else running.program.graphs
-        self.graphs = Graphs(running, most, self._put_back_pass) if most else None
+        self.graphs: Optional[Graphs] = None
+        self.begin_graphs()
         self._is_trial = False  # the micro-batch that runs belongs to no batch
         # Of the micro-batches that are accumulated: what was beside their losses, and samples.
         self._extras: List[Any] = []
@@ -101,6 +101,13 @@ class Callbacks:
     def use(self, session: Optional[Session]) -> None:
         """From now on this one calls them; None: it is closed."""
         self._session = session
+
+    def begin_graphs(self) -> None:
+        """Of what runs, nothing is known and captured yet: loss_fn may be another."""
+        if self.graphs:
+            self.graphs.drop()
+        most = 0 if self._ranks else self._running.program.graphs
+        self.graphs = Graphs(self._running, most, self._put_back_pass) if most else None
 
     def guards(self) -> List[Any]:
         """What saves and restores the state that an attempt changes."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch._user_code import user_stacklevel
 from rebatch.torch.backward import Backward
 from rebatch.torch.batches.cut import Cut
 from rebatch.torch.check.findings import accepted_kinds
@@ -45,6 +47,14 @@ class TrainerBackward(Backward):
         within: Optional[Cut] = None,
         **options: Any,
     ):
+        if options.pop("graphs", False):
+            warnings.warn(
+                f"rebatch: graphs has no effect on {loss_name}: a Trainer keeps in Python what a "
+                "pass logs and counts, which a replay would leave out. A Step has graphs",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+
         def passes() -> Passes:
             made = Passes(listed(model), listed(optimizer), backward)
             made.wants_norm = True
