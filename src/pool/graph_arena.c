@@ -1,4 +1,4 @@
-/* Owns the arenas of captured graphs: their blocks, and which of their addresses have memory.
+/* Owns the arenas of captured graphs: when their memory is theirs, and when it is lent.
  * Must not know graphs, nor when memory is short.
  *
  * Blocks of an arena lie in a range of its own, and are of lists of its own. So no search finds its
@@ -10,155 +10,6 @@ static rebatch_status check(const rebatch_arena *arena)
     return arena ? REBATCH_OK
                  : rbi_error(REBATCH_E_INVALID,
                              "arena is NULL: expected one from rebatch_arena_create()");
-}
-
-/* Addresses of an arena without memory. */
-static bool is_bare(const struct rbi_block *block)
-{
-    return block->state == RBI_BLOCK_HELD;
-}
-
-/* Of those before the tail: what the pool took. */
-static size_t taken_bytes(const rebatch_arena *arena)
-{
-    size_t bytes = 0;
-    for (const struct rbi_block *b = arena->range->first; b && b != arena->tail; b = b->after)
-        bytes += is_bare(b) ? b->bytes : 0;
-    return bytes;
-}
-
-/* ---- its memory ---- */
-
-/* Maps spare pages to the beginning of addresses without memory: it is a free block then. */
-static rebatch_status map_front(struct rbi_block **out, rebatch_arena *arena,
-                                struct rbi_block *bare, size_t bytes)
-{
-    rebatch_pool *const pool = arena->pool;
-    bool quarantined;
-    const rebatch_status status =
-        rbi_map_fill(&pool->vm, arena->range->map, bare->address, bytes, &quarantined);
-    if (status != REBATCH_OK && !quarantined)
-        return status;
-    if (bytes < bare->bytes)
-        bare = rbi_block_cut(&pool->heap, bare, bytes, false);
-    else if (bare == arena->tail)
-        arena->tail = NULL;
-    if (quarantined) {
-        rbi_block_lose(pool, bare);
-        return status;
-    }
-    RBI_RECORD(pool, MAP, bare->address, bytes, arena->own.stream, 0);
-    rbi_block_give(bare, &arena->own.lists);
-    *out = rbi_block_put(&pool->heap, bare);
-    return REBATCH_OK;
-}
-
-static rebatch_status gather(rebatch_pool *pool, const struct rbi_request *request, size_t bytes)
-{
-    struct rbi_mapping mapping = {.bytes = bytes, .stream = request->stream};
-    return rbi_mapping_gather(pool, &mapping, bytes / pool->page_bytes);
-}
-
-static rebatch_status check_lost(const rebatch_arena *arena)
-{
-    return arena->is_lost
-               ? rbi_error(REBATCH_E_DEVICE, "an address of the arena could not be mapped again: "
-                                             "expected rebatch_arena_destroy()")
-               : REBATCH_OK;
-}
-
-static rebatch_status map_taken(struct rbi_block **out, rebatch_pool *pool,
-                                const struct rbi_request *request)
-{
-    rebatch_arena *const arena = request->arena;
-    rebatch_status status = check_lost(arena);
-    if (status == REBATCH_OK)
-        status = gather(pool, request, taken_bytes(arena));
-    for (struct rbi_block *b = arena->range->first; b && b != arena->tail && !status;
-         b = b->after) {
-        struct rbi_block *const bare = b;
-        if (is_bare(bare) && (status = map_front(&b, arena, bare, bare->bytes)) != REBATCH_OK)
-            arena->is_lost = bare->state == RBI_BLOCK_LOST;
-    }
-    *out = status == REBATCH_OK ? arena->range->first : NULL;
-    return status;
-}
-
-/* A free block at the end of what is mapped is a part of what is asked for. */
-static rebatch_status take_or_grow(struct rbi_block **out, rebatch_pool *pool,
-                                   const struct rbi_request *request)
-{
-    rebatch_arena *const arena = request->arena;
-    struct rbi_lists *const lists = &arena->own.lists;
-    rbi_lists_flush(&pool->heap, lists);
-    struct rbi_block *block = rbi_lists_find(lists, request->bytes, UINT64_MAX, RBI_ZONE_ANY);
-    if (!block) {
-        const struct rbi_block *const last = arena->tail ? arena->tail->before : NULL;
-        const size_t there = last && last->state == RBI_BLOCK_FREE ? last->bytes : 0;
-        size_t bytes;
-        if (!rbi_round_up(request->bytes - there, pool->page_bytes, &bytes) || !arena->tail ||
-            bytes > arena->tail->bytes)
-            return REBATCH_OOM;
-        rebatch_status status = gather(pool, request, bytes);
-        if (status == REBATCH_OK)
-            status = map_front(&block, arena, arena->tail, bytes);
-        if (status != REBATCH_OK)
-            return status;
-    }
-    *out = rbi_block_take(&pool->heap, block, request->bytes);
-    return REBATCH_OK;
-}
-
-static rebatch_status check_open(const struct rbi_request *request)
-{
-    const rebatch_arena *const arena = request->arena;
-    if (!arena->range->is_kept)
-        return rbi_error(REBATCH_E_STATE,
-                         "the arena is lent: expected rebatch_arena_claim() before an allocation");
-    if (arena->home != request->stream)
-        return rbi_error(REBATCH_E_STATE,
-                         "the arena is open for %s stream: expected "
-                         "rebatch_arena_open() before an allocation",
-                         arena->home ? "another" : "no");
-    return REBATCH_OK;
-}
-
-rebatch_status rbi_arena_search(struct rbi_block **out, rebatch_pool *pool,
-                                const struct rbi_request *request)
-{
-    rebatch_status (*const find)(struct rbi_block **, rebatch_pool *, const struct rbi_request *) =
-        request->claims ? map_taken : take_or_grow;
-    rebatch_status status = request->claims ? REBATCH_OK : check_open(request);
-    if (status == REBATCH_OK)
-        status = rbi_pool_poll(pool);
-    if (status == REBATCH_OK)
-        status = rbi_pool_poll_beyond(pool, true);
-    rbi_pool_flush_lists(pool);
-    if (status == REBATCH_OK)
-        status = find(out, pool, request);
-    if (status != REBATCH_OOM || !rbi_pool_has_waiting(pool, NULL))
-        return status;
-    status = rbi_pool_await_all(pool);
-    return status == REBATCH_OK ? find(out, pool, request) : status;
-}
-
-uint64_t rbi_arenas_free_bytes(const rebatch_pool *pool)
-{
-    uint64_t bytes = 0;
-    for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
-        bytes += a->own.lists.free_bytes;
-    return bytes;
-}
-
-uint64_t rbi_arenas_lent_bytes(const rebatch_pool *pool)
-{
-    size_t pages = 0;
-    char *first;
-    for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
-        for (const struct rbi_block *b = a->range->first; b && !a->range->is_kept; b = b->after)
-            if (b->state == RBI_BLOCK_FREE)
-                pages += rbi_block_own_pages(pool, b, &first);
-    return (uint64_t)pages * pool->page_bytes;
 }
 
 /* ---- create, and destroy ---- */
@@ -227,11 +78,11 @@ static void pass_on(rebatch_pool *pool, struct rbi_block *block, struct rbi_list
     const bool is_free = block->state == RBI_BLOCK_FREE;
     if (is_free)
         rbi_lists_remove(block);
-    if (block->state != RBI_BLOCK_LOST && !is_bare(block)) {
+    if (block->state != RBI_BLOCK_LOST && !rbi_block_is_bare(block)) {
         rbi_block_give(block, lists);
         block->freed_at = freed_at;
     }
-    if (is_free || is_bare(block)) {
+    if (is_free || rbi_block_is_bare(block)) {
         block->state = RBI_BLOCK_HELD;
         (void)rbi_block_put(&pool->heap, block);
     }
@@ -270,15 +121,6 @@ void rebatch_arena_destroy(rebatch_arena *arena)
     rbi_pool_end_free(pool);
 }
 
-void rbi_arenas_destroy(rebatch_pool *pool)
-{
-    while (pool->first_arena) {
-        rebatch_arena *const arena = pool->first_arena;
-        pool->first_arena = arena->next;
-        rbi_heap_free(arena);
-    }
-}
-
 /* ---- lent, and claimed ---- */
 
 rebatch_status rebatch_arena_lend(rebatch_arena *arena)
@@ -297,8 +139,8 @@ rebatch_status rebatch_arena_lend(rebatch_arena *arena)
 static rebatch_status claim_locked(rebatch_arena *arena)
 {
     rebatch_pool *const pool = arena->pool;
-    const size_t bytes = taken_bytes(arena);
-    rebatch_status status = check_lost(arena);
+    const size_t bytes = rbi_arena_taken_bytes(arena);
+    rebatch_status status = rbi_arena_check_lost(arena);
     if (status == REBATCH_OK && bytes == 0)
         arena->range->is_kept = true;
     if (status != REBATCH_OK || bytes == 0)
@@ -393,7 +235,7 @@ rebatch_status rebatch_arena_get_stats(rebatch_arena_stats *out, rebatch_arena *
     rbi_lock_take(&arena->pool->lock);
     for (const struct rbi_block *b = arena->range->first; b && b != arena->tail; b = b->after) {
         out->bytes += b->bytes;
-        out->taken_bytes += is_bare(b) ? b->bytes : 0;
+        out->taken_bytes += rbi_block_is_bare(b) ? b->bytes : 0;
         out->live_bytes +=
             b->state == RBI_BLOCK_LIVE || b->state == RBI_BLOCK_DEFERRED ? b->bytes : 0;
     }

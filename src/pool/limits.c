@@ -46,14 +46,35 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     return REBATCH_OK;
 }
 
+/* Free memory of all arenas. */
+static uint64_t arenas_free_bytes(const rebatch_pool *pool)
+{
+    uint64_t bytes = 0;
+    for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
+        bytes += a->own.lists.free_bytes;
+    return bytes;
+}
+
+/* What of that is lent and could be taken. */
+static uint64_t arenas_lent_bytes(const rebatch_pool *pool)
+{
+    size_t pages = 0;
+    char *first;
+    for (const rebatch_arena *a = pool->first_arena; a; a = a->next)
+        for (const struct rbi_block *b = a->range->first; b && !a->range->is_kept; b = b->after)
+            if (b->state == RBI_BLOCK_FREE)
+                pages += rbi_block_own_pages(pool, b, &first);
+    return (uint64_t)pages * pool->page_bytes;
+}
+
 uint64_t rbi_pool_own_bytes(const rebatch_pool *pool)
 {
-    return rbi_vm_bytes(&pool->vm) - rbi_arenas_free_bytes(pool);
+    return rbi_vm_bytes(&pool->vm) - arenas_free_bytes(pool);
 }
 
 uint64_t rbi_pool_cached(const rebatch_pool *pool)
 {
-    return rbi_pool_own_bytes(pool) - pool->stats.live_bytes + rbi_arenas_lent_bytes(pool);
+    return rbi_pool_own_bytes(pool) - pool->stats.live_bytes + arenas_lent_bytes(pool);
 }
 
 rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool)

@@ -121,6 +121,15 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
     return status;
 }
 
+static void destroy_arenas(rebatch_pool *pool)
+{
+    while (pool->first_arena) {
+        rebatch_arena *const arena = pool->first_arena;
+        pool->first_arena = arena->next;
+        rbi_heap_free(arena);
+    }
+}
+
 void rebatch_pool_destroy(rebatch_pool *pool)
 {
     if (!pool || rbi_pool_check_caller(pool, "rebatch_pool_destroy"))
@@ -139,7 +148,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     pool->may_wait = NULL; /* or its memory would stay mapped for ever */
     (void)rbi_pool_await(pool, ++pool->progress.frees); /* blocks in use go back as well */
     rbi_pool_destroy_ranges(pool);
-    rbi_arenas_destroy(pool);
+    destroy_arenas(pool);
     rbi_pool_destroy_streams(pool);
     rbi_blocks_close(&pool->heap);
     rbi_plan_close(&pool->plan);

@@ -282,9 +282,22 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
 rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
 /* The whole pages of a block: where they begin, how many. */
-size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+static inline size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *block,
+                                           char **first)
+{
+    const size_t lead = -(size_t)(block->address - block->range->address) & (pool->page_bytes - 1);
+    *first = block->address + lead;
+    if (block->bytes < lead)
+        return 0;
+    return (block->bytes - lead) >> (unsigned)__builtin_ctzll(pool->page_bytes);
+}
 /* Of them those that can be unmapped, as no chunk reaches beyond the block. */
-size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+static inline size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block,
+                                         char **first)
+{
+    const size_t count = rbi_block_whole_pages(pool, block, first);
+    return rbi_map_shrink(block->range->map, first, count);
+}
 /* A block in no list has memory that the device did not unmap: nobody gets it from now on. */
 void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block);
 /* Of a block in no list nobody gets the beginning until rbi_block_put(): its first pages, unmapped,
@@ -471,15 +484,19 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
-/* ---- arenas (graph_arena.c) ---- */
+/* ---- arenas (arena_memory.c) ---- */
 
 /* Finds a block for a request of an arena, or maps what was taken: then *out is a free one. */
 rebatch_status rbi_arena_search(struct rbi_block **out, rebatch_pool *pool,
                                 const struct rbi_request *request);
-/* Free memory of all arenas; what of that is lent and could be taken. */
-uint64_t rbi_arenas_free_bytes(const rebatch_pool *pool);
-uint64_t rbi_arenas_lent_bytes(const rebatch_pool *pool);
-void rbi_arenas_destroy(rebatch_pool *pool);
+/* Addresses of an arena without memory. */
+static inline bool rbi_block_is_bare(const struct rbi_block *block)
+{
+    return block->state == RBI_BLOCK_HELD;
+}
+/* Of those before the tail: what the pool took. */
+size_t rbi_arena_taken_bytes(const rebatch_arena *arena);
+rebatch_status rbi_arena_check_lost(const rebatch_arena *arena);
 
 /* An allocation from an arena (alloc.c). */
 rebatch_status rbi_pool_alloc_from(void **out, rebatch_pool *pool, rebatch_arena *arena,

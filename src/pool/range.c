@@ -76,21 +76,6 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
 
 /* ---- free pages ---- */
 
-size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first)
-{
-    const size_t lead = -(size_t)(block->address - block->range->address) & (pool->page_bytes - 1);
-    *first = block->address + lead;
-    if (block->bytes < lead)
-        return 0;
-    return (block->bytes - lead) >> (unsigned)__builtin_ctzll(pool->page_bytes);
-}
-
-size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first)
-{
-    const size_t count = rbi_block_whole_pages(pool, block, first);
-    return rbi_map_shrink(block->range->map, first, count);
-}
-
 /* Cuts a block in no list before `at`, puts the part before it back, and gives the rest. */
 static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, const char *at)
 {
