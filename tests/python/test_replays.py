@@ -28,6 +28,16 @@ class Rerun:
     """A recorder for a CPU: a replay runs the pass again, into the memory of its first results."""
 
     made = 0  # captures of the test
+    is_short = False  # of memory for replays
+
+    def claim(self):
+        return not self.is_short
+
+    def lend(self):
+        pass
+
+    def drop(self):
+        pass
 
     def __init__(self, fails):
         self.fails = fails  # what the next captures raise
@@ -61,7 +71,6 @@ def recorder(monkeypatch):
     Rerun.made = 0
     if models.DEVICE.type == "cpu":
         monkeypatch.setattr(graphs_module, "recorder_of", lambda device: Rerun(fails))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         # Dropout draws from it there, and so does a replay that runs the pass again.
         names, own = Changes.names, ("torch.default_generator", "(a tensor on the CPU)")
         named = lambda self: [n for n in names(self) if not n.endswith(own)]  # noqa: E731
@@ -244,6 +253,19 @@ def test_an_oom_beside_the_graphs_drops_them_before_the_micro_batch_is_halved(fa
     assert run.step.report.micro in (4, 8)
     run.steps(30)
     assert run.replayed[-1] == 16 // run.step.report.micro
+
+
+def test_a_step_whose_lent_memory_others_have_runs_without_graphs(monkeypatch):
+    if models.DEVICE.type != "cpu":
+        pytest.skip("the recorder of a CPU fails on request")
+    run = Run("mlp", True).steps(EAGER_STEPS + 1)
+    monkeypatch.setattr(Rerun, "is_short", True)
+    run.steps(2)
+    monkeypatch.setattr(Rerun, "is_short", False)
+    run.steps(12)
+    assert run.replayed[EAGER_STEPS : EAGER_STEPS + 3] == [1, 0, 0] and run.replayed[-1]
+    other = Run("mlp", False).steps(EAGER_STEPS + 1).steps(2).steps(12)
+    assert same_bits(run.state(), other.state())
 
 
 def test_an_oom_while_capturing_leaves_the_step_eager_for_a_while(recorder):

@@ -174,7 +174,11 @@ class Graphs:
     def _replay(self, held: Pass, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         if self._steps - self._last_compared >= _COMPARED_EVERY:
             return self._compare(held, mb, eager)
+        if not self._recorder.claim():
+            self.ran_out()
+            return eager()
         result = held.replay(mb.tensors, mb.length)
+        self._recorder.lend()
         if len(self._held) > 1:
             self._held[mb.key] = self._held.pop(mb.key)
         return self._give(result)
@@ -204,6 +208,7 @@ class Graphs:
         is_in_tensors = different in dict(mark.tensors)
         if not different or (noise and is_in_tensors and noise.explains(mark)):
             self._hold(mb, held, is_exact=noise is None)
+            self._recorder.lend()
             return self._give(result)
         del result, mark, held
         self._put_back()
@@ -243,6 +248,8 @@ class Graphs:
             inputs = Inputs(mb.samples, mb.tensors, self._device)
             weight = Weight(self._running, mb.length, self._device, dtype)
             held = Pass(self._running, self._parameters, inputs, weight)
+            if not self._recorder.claim():
+                raise torch.OutOfMemoryError("CUDA out of memory: the arena is lent")
             held.capture(self._recorder)
             self._put_back()  # what Python has changed meanwhile
             return held
@@ -278,7 +285,11 @@ class Graphs:
             self.drop()
             return eager()
         self._last_compared = self._steps
+        if not self._recorder.claim():
+            self.ran_out()
+            return eager()
         replayed = Mark(self._running, held.replay(mb.tensors, mb.length))
+        self._recorder.lend()
         self._put_back()
         first = self._run_eagerly(eager)
         different = replayed.difference(Mark(self._running, first))
@@ -316,9 +327,9 @@ class Graphs:
             self._held.clear()
             self._counts.clear()
             self._runs.clear()
-            self._recorder = self._reads = None
+            recorder, self._recorder, self._reads = self._recorder, None, None
             self._is_exact = True
-            torch.cuda.empty_cache()
+            recorder.drop()
 
     # ---- what is said ----
 

@@ -9,6 +9,9 @@ from typing import Any, Callable, Iterator, Optional
 
 import torch
 
+from rebatch._library import Error, Status
+from rebatch.torch.allocator.arenas import Arena
+from rebatch.torch.allocator.install import installed
 from rebatch.torch.private import (
     clear_cublas_workspaces,
     end_failed_capture,
@@ -23,15 +26,48 @@ def _stream_of(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
+def _arena_on(device: torch.device) -> Optional[Arena]:
+    """None: without rebatch's allocator, or where its pool has no virtual memory."""
+    if not installed():
+        return None
+    try:
+        return Arena(device)
+    except Error as error:
+        if error.status != Status.E_UNSUPPORTED:
+            raise
+        return None
+
+
 class Recorder:
     """Captures on one device, one graph after another, in one arena: memory that all its graphs
     share, since no two run at once. Blocks of the arena that are free at the end of a capture serve
     the next one. Once all its graphs are gone, another recorder is needed: PyTorch frees an arena
-    with the last graph in it."""
+    with the last graph in it. With rebatch's allocator the arena is lent between replays."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._arena = _arena_on(device)
+        self._is_lent = False
+        self._pool: Any = self._arena.id if self._arena else torch.cuda.graph_pool_handle()
+
+    def lend(self) -> None:
+        """Let others use what holds nothing between two replays."""
+        if self._arena and not self._is_lent:
+            self._arena.lend()
+            self._is_lent = True
+
+    def claim(self) -> bool:
+        """Before a replay or a capture. False: others have the memory."""
+        if self._arena and self._is_lent:
+            self._is_lent = not self._arena.claim()
+        return not self._is_lent
+
+    def drop(self) -> None:
+        """Give the arena back. All its graphs are gone."""
+        arena, self._arena = self._arena, None
+        if arena:
+            arena.drop()
+        torch.cuda.empty_cache()
 
     def record(self, body: Callable[[], Any]) -> "Recording":
         """Run it with its work captured, not done. What it raises comes out, and the capture is
@@ -70,6 +106,7 @@ class Recorder:
                 with contextlib.suppress(Exception):
                     end_failed_capture(get_device_index(self._device), self._pool)
                 generator.graphsafe_set_state(state)  # the other one waits for the capture's end
+            self.drop()  # before the graph is deleted
             raise
 
 
