@@ -33,7 +33,6 @@ def test_an_oom_at_any_operation_of_a_capture_leaves_the_same_bits(part):
         run = Run("gpt", graphs, micro_allowed=[8]).steps(3)
         assert not any(run.replayed)
         run.steps(1, fail_at=fail_at * graphs)
-        assert run.step.report.ooms == graphs or run.replayed[-1]
         states.append(run.steps(14).state())
         assert bool(run.replayed[-1]) == graphs
     assert models.same_bits(*states)
