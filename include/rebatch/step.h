@@ -792,8 +792,10 @@ REBATCH_API void rebatch_mutating(rebatch *rb);
  *  of a CUDA graph does. What it allocates itself then says nothing of what a micro-batch of its
  *  size needs, and the session learns nothing from it. Outside a callback it only sets
  *  rebatch_last_error().
- *  @param rb  the session; NULL only sets rebatch_last_error() */
-REBATCH_API void rebatch_works_in_kept_memory(rebatch *rb);
+ *  @param rb         the session; NULL only sets rebatch_last_error()
+ *  @param new_bytes  of such memory that this callback has allocated: the step leaves them in use,
+ *                    and that is no leak; 0: none */
+REBATCH_API void rebatch_works_in_kept_memory(rebatch *rb, size_t new_bytes);
 
 /** rebatch_mutating() for a forward_backward that calls collectives (rebatch_options.lockstep).
  *  Wait until the micro-batch has run, or failed, on all ranks, and declare that this one changes

@@ -36,15 +36,17 @@ void rebatch_mutating(rebatch *rb)
     }
 }
 
-void rebatch_works_in_kept_memory(rebatch *rb)
+void rebatch_works_in_kept_memory(rebatch *rb, size_t new_bytes)
 {
     if (!rb)
         (void)rbi_error(REBATCH_E_INVALID, "rb is NULL");
     else if (!rb->callback.is_running)
         (void)rbi_error(REBATCH_E_STATE,
                         "rebatch_works_in_kept_memory() was called outside a callback");
-    else
+    else {
         rb->callback.needs_more = true;
+        rb->leak.kept_bytes += new_bytes;
+    }
 }
 
 bool rebatch_can_escape(const rebatch *rb)

@@ -86,8 +86,10 @@ void rbi_leak_step_done(rebatch *rb, uint64_t first_sequence, bool is_same_size)
     struct rbi_leak *leak = &rb->leak;
     struct rbi_memory memory;
     rbi_memory_get(&memory, rb);
-    const bool grows = leak->has_stepped && is_same_size && memory.live_bytes > leak->live_bytes;
-    leak->grown_bytes = grows ? leak->grown_bytes + memory.live_bytes - leak->live_bytes : 0;
+    const uint64_t expected = leak->live_bytes + leak->kept_bytes;
+    const bool grows = leak->has_stepped && is_same_size && memory.live_bytes > expected;
+    leak->grown_bytes = grows ? leak->grown_bytes + memory.live_bytes - expected : 0;
+    leak->kept_bytes = 0;
     leak->row = grows ? leak->row + (leak->row < UINT32_MAX) : 0;
     leak->live_bytes = memory.live_bytes;
     leak->has_stepped = true;

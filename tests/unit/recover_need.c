@@ -150,6 +150,7 @@ struct taking {
     rebatch *rb;
     size_t bytes;
     bool is_replay;
+    size_t kept_bytes; /* of the block, which stays in use */
 };
 
 static rebatch_status takes_bytes(const rebatch_microbatch *mb, void *user)
@@ -158,10 +159,10 @@ static rebatch_status takes_bytes(const rebatch_microbatch *mb, void *user)
     void *block;
     const rebatch_status status =
         rebatch_pool_alloc(&block, mb->pool, taking->bytes, mb->stream, 0);
-    if (!status)
+    if (!status && !taking->kept_bytes)
         (void)rebatch_pool_free(mb->pool, block);
     if (taking->is_replay)
-        rebatch_works_in_kept_memory(taking->rb);
+        rebatch_works_in_kept_memory(taking->rb, taking->kept_bytes);
     return status;
 }
 
@@ -178,14 +179,19 @@ Test(recover_need, nothing_is_learned_of_a_callback_that_works_in_kept_memory)
     rebatch *rb = open_small(&device);
     const rebatch_step_ops ops = {
         .struct_size = sizeof ops, .forward_backward = takes_bytes, .optimizer_step = updates};
-    struct taking taking = {rb, 8192, false};
+    struct taking taking = {rb, 8192, false, 0};
     cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK, "%s", rebatch_last_error());
     const uint64_t needed = rbi_need_find(rb, 4, 0)->bytes;
     cr_assert_geq(needed, 8192);
-    taking = (struct taking){rb, 512, true};
+    taking = (struct taking){rb, 512, true, 0};
     cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(rbi_need_find(rb, 4, 0)->bytes, needed);
-    rebatch_works_in_kept_memory(rb);
+    for (uint32_t declared = 0; declared < 2; declared++) {
+        taking = (struct taking){rb, 8192, true, declared ? 8192 : 1};
+        cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK);
+        cr_assert_eq(rb->leak.row, 1 - declared);
+    }
+    rebatch_works_in_kept_memory(rb, 0);
     cr_assert_str_eq(rebatch_last_error(),
                      "rebatch_works_in_kept_memory() was called outside a callback");
     close_small(rb, device);

@@ -451,7 +451,7 @@ class Callbacks:
         loss, extras = graphs.run(samples, count, eager)
         self.accumulators.are_lent = self._others.are_lent = graphs.lends
         if graphs.lends:
-            lib.rebatch_works_in_kept_memory(self.session.rb)
+            lib.rebatch_works_in_kept_memory(self.session.rb, graphs.new_bytes)
         return loss, extras
 
     def _put_back_pass(self) -> None:

@@ -14,7 +14,7 @@ from rebatch.torch.graphs.changes import Changes
 from rebatch.torch.graphs.inputs import Inputs, NotCapturedError, flattened
 from rebatch.torch.graphs.proof import Mark, Noise
 from rebatch.torch.graphs.reads import Reads
-from rebatch.torch.graphs.recorder import recorder_of
+from rebatch.torch.graphs.recorder import live_bytes, recorder_of
 from rebatch.torch.private import cudagraph_trees
 from rebatch.torch.program.mistakes import hooked
 from rebatch.torch.program.program import Running
@@ -48,6 +48,7 @@ class Graphs:
     def __init__(self, running: Running, most: int, put_back: Callable[[], None]):
         self._running, self._most, self._put_back = running, most, put_back
         self.lends = False  # the gradients in .grad are a graph's own
+        self.new_bytes = 0  # that the last pass has set aside for graphs
         self.replayed = 0  # micro-batches of the batch that runs
         self._is_off = False
         self._device = torch.device("cpu")
@@ -128,7 +129,7 @@ class Graphs:
     def run(self, samples: Any, count: int, eager: Eager) -> Tuple[torch.Tensor, Any]:
         """Its pass: its part of the loss, and what was beside the loss. The gradients are in
         .grad."""
-        self.lends = False
+        self.lends, self.new_bytes = False, 0
         if self._is_off:
             return eager()
         try:
@@ -199,9 +200,11 @@ class Graphs:
         the graph, which has as much memory as one of them."""
         first, dtype = self._mark(eager)
         noise = self._noise(first, eager)
+        before = live_bytes(self._device)
         held = self._captured(mb, dtype)
         if held is None:
             return eager()
+        self.new_bytes = max(0, live_bytes(self._device) - before)
         result = held.replay(mb.tensors, mb.length)
         mark = Mark(self._running, result)
         different = first.difference(mark)

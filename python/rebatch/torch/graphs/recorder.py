@@ -118,6 +118,11 @@ class Recording:
         self.replay: Callable[[], None] = graph.replay
 
 
+def live_bytes(device: torch.device) -> int:
+    """Memory in use; 0 where nothing counts it."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def recorder_of(device: torch.device) -> Optional[Recorder]:
     """None where nothing can be captured."""
     return Recorder(device) if device.type == "cuda" else None
