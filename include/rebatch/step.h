@@ -78,23 +78,21 @@ enum rebatch_step_flags {
     /** forward_backward is launched once in a CUDA graph for each size of micro-batch, and then the
      *  graph is replayed: on a GPU that saves launches and the gaps between kernels.
      *
-     *  Then forward_backward
+     *  forward_backward then
      *  - enqueues its work on the session's stream, which is not the default one, does not wait for
      *    it, and does nothing else: what it does on the host is not done in a replay;
      *  - allocates and frees no memory: it uses the buffers of `resize`;
      *  - reads what differs between micro-batches of one size from device memory, which `inputs`
      *    has filled: the samples, the first sample, the step;
-     *  - changes no device memory that outlives it, but what rebatch_watch() or rebatch_watch_at()
-     *    names.
+     *  - changes no device memory that outlives it but what is watched (rebatch_watch()).
      *
      *  In the third step of a size rebatch captures it; in a later one it runs other samples by
      *  themselves and as a replay of the same state, and compares all that is watched bit for bit.
      *  From then on it is replayed. Where the comparison or the capture fails, micro-batches run as
      *  without the flag, and an event says why (REBATCH_EVENT_NOT_CAPTURED). A graph is captured
      *  anew after a callback that failed, resize, lighten, and where the batch has another size or
-     *  what is watched has moved.
-     *  Other memory that forward_backward reads stays where it is, or a step without the flag comes
-     *  after it has moved. Not with lockstep. */
+     *  what is watched has moved. Other memory that forward_backward reads stays where it is, or a
+     *  step without the flag comes after it has moved. Not with lockstep. */
     REBATCH_STEP_CAPTURED = 8
 };
 
@@ -789,12 +787,9 @@ REBATCH_API_CHECKED rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
 /** Declare that the running callback works in memory that was allocated before it, as the replay
- *  of a CUDA graph does. What it allocates itself then says nothing of what a micro-batch of its
- *  size needs, and the session learns nothing from it. Outside a callback it only sets
- *  rebatch_last_error().
- *  @param rb         the session; NULL only sets rebatch_last_error()
- *  @param new_bytes  of such memory that this callback has allocated: the step leaves them in use,
- *                    and that is no leak; 0: none */
+ *  of a CUDA graph does: what it allocates then says nothing of what its size needs.
+ *  @param rb         as for rebatch_mutating()
+ *  @param new_bytes  of such memory that this callback has allocated: they are no leak */
 REBATCH_API void rebatch_works_in_kept_memory(rebatch *rb, size_t new_bytes);
 
 /** rebatch_mutating() for a forward_backward that calls collectives (rebatch_options.lockstep).

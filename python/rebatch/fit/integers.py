@@ -167,7 +167,7 @@ class Integers(TorchDispatchMode):
 def start() -> Integers:
     """Those of this process, which are active from the first call on."""
     integers = Integers()
-    integers.__enter__()
+    integers.__enter__()  # type: ignore[no-untyped-call]
     return integers
 
 
