@@ -65,6 +65,17 @@ def test_line_is_of_sizes_beyond_the_optimizers_peak():
     assert (line.fixed, line.each) == (100, 70)
 
 
+def test_line_is_of_two_sizes_where_samples_hold_most():
+    tried = []
+
+    def peak(size):
+        tried.append(size)
+        return 1000 + 300 * size
+
+    line = line_of(peak, Sizes(), 12)
+    assert (line.fixed, line.each, tried) == (1000, 300, [12, 24])
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_search_finds_the_largest_size_for_any_start(seed):
     draw = random.Random(seed)
@@ -114,6 +125,14 @@ def fit(*arguments, **environment):
         (["--gpu", "l4"], 'there is no program: expected "-- PROGRAM [ARGUMENT]..."'),
         (["--", "python3", "train.py"], "there is no card: expected --gpu, or --memory"),
         (["--memory", "80%", "--", "python3"], "'80%' is not a size such as 24GiB"),
+        (
+            ["--gpu", "l4", "--batch", "8", "--", "python3", "t.py"],
+            "argument --batch: 8: expected --batch N, at least 1, and {batch} in the command",
+        ),
+        (
+            ["--gpu", "l4", "--", "python3", "t.py", "--bs={batch}"],
+            "argument --batch: not given: expected --batch N, at least 1, and {batch} in the",
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence(arguments, sentence):
@@ -352,6 +371,139 @@ def test_every_card_has_rows_and_smaller_memory_has_smaller_sizes(program):
     assert rows[0]["micro"] < rows[1]["micro"] and rows[2]["micro"] < rows[3]["micro"]
 
 
+# Programs without a Step, which train for so long that only an end in their midst passes.
+LOADED = """
+samples = torch.utils.data.TensorDataset(*batch(1000))
+loader = torch.utils.data.DataLoader(samples, int(sys.argv[1]), num_workers=2, shuffle=True)
+for _ in range(1_000_000):
+    for inputs, classes in loader:
+        loss = F.cross_entropy(model(inputs.cuda()), classes.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+# Without a loader, after an evaluation, and with accumulated gradients.
+ACCUMULATED = """
+def drawn():
+    return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(int(sys.argv[1]))]
+
+
+with torch.no_grad():
+    loss_fn(model, batch(3))
+samples = drawn()
+for _ in range(1_000_000):
+    for _ in range(100_000):
+        loss = loss_fn(model, samples) / 100_000
+        samples = drawn()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+GAN = """
+maker = torch.nn.Linear(8, 64).cuda()
+adam = torch.optim.Adam(maker.parameters())
+for (inputs, _) in torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(*batch(1000)), int(sys.argv[1]), shuffle=True
+):
+    inputs = inputs.cuda()
+    n = len(inputs)
+    made = maker(torch.randn(n, 8, device="cuda"))
+    for images, kind in (inputs, 0), (made.detach(), 1):
+        classes = torch.full((n,), kind, device="cuda")
+        F.cross_entropy(model(images), classes).backward()
+    optimizer.step()
+    F.cross_entropy(model(made), torch.full((n,), 0, device="cuda")).backward()
+    adam.step()
+    optimizer.zero_grad()
+    adam.zero_grad()
+"""
+
+# Its size stands in a number, and it has no optimizer of torch.optim.
+RECURRENT = """
+n = int(sys.argv[1])
+text = torch.randint(0, 64, (500 * n,)).view(-1, n).cuda()
+words = torch.randn(64, 256).cuda()
+cell = torch.nn.LSTM(256, 256).cuda()
+carried = torch.zeros(1, n, 256, device="cuda"), torch.zeros(1, n, 256, device="cuda")
+for i in range(1_000_000):
+    part = text[8 * i % 400 :][:20]
+    hidden, carried = cell(words[part], carried)
+    F.cross_entropy(hidden.view(-1, 256), part.reshape(-1)).backward()
+    carried = tuple(each.detach() for each in carried)
+    for p in cell.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+"""
+
+
+@on_standin
+@pytest.mark.parametrize("loop", [LOADED, ACCUMULATED])
+def test_program_without_a_step_is_answered_as_with_one(program, loop):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [stepped] = found(*options, program(MODEL, STEP), "16")
+    [plain] = found(*options, program(MODEL, loop), "16")
+    assert plain["micro"] == pytest.approx(stepped["micro"], rel=0.01)
+    assert plain["peak_reserved_bytes"] == pytest.approx(stepped["peak_reserved_bytes"], rel=0.01)
+    for kind in "parameters", "gradients", "optimizer":
+        assert plain["held_bytes"][kind] == stepped["held_bytes"][kind]
+    assert ("16 in the program" in plain["remark"]) == (loop is ACCUMULATED)
+
+
+@on_standin
+def test_each_optimizer_of_a_program_is_waited_for(program):
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, GAN), "16")  # fmt: skip
+    assert row["micro"] > 50 and not row["remark"]
+    held = row["held_bytes"]
+    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+
+
+@on_standin
+def test_program_whose_batch_cannot_be_varied_is_answered_at_its_own(program):
+    done = fit("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+               program(MODEL, RECURRENT), "16")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "not tried" in done.stdout and "activations" in done.stdout
+    assert "The size of the batch could not be varied" in done.stdout
+
+
+@on_standin
+def test_size_is_varied_by_the_programs_argument(program):
+    options = ["--gpu", "h100", "--memory", "1GiB"]
+    path = program(MODEL, RECURRENT)
+    [row] = found(*options, "--batch", "16", "--", sys.executable, path, "{batch}")
+    assert row["micro"] > 100 and row["batch"] == row["micro"] and not row["remark"]
+    own = [sys.executable, path, str(row["micro"])]
+    [fits] = found(*options, "--", *own)
+    assert fits["remark"] and fits["peak_reserved_bytes"] == row["peak_reserved_bytes"]
+    own[-1] = str(row["next"])
+    assert fit(*options, "--", *own).returncode == 3
+
+
+TRAINER = """
+import sys
+import torch
+import transformers
+
+config = transformers.GPT2Config(vocab_size=500, n_positions=64, n_embd=64, n_layer=1, n_head=1)
+model = transformers.GPT2LMHeadModel(config)
+tokens = [{"input_ids": t, "labels": t} for t in torch.randint(0, 500, (100, 64))]
+options = dict(per_device_train_batch_size=int(sys.argv[1]), max_steps=1_000_000, report_to=[])
+arguments = transformers.TrainingArguments(sys.argv[2], disable_tqdm=True, **options)
+transformers.Trainer(model, arguments, train_dataset=tokens).train()
+"""
+
+
+@on_standin
+def test_loop_of_transformers_is_answered(program, tmp_path):
+    pytest.importorskip("transformers")
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable,
+                  program(TRAINER), "8", str(tmp_path))  # fmt: skip
+    assert row["micro"] > 100 and row["held_bytes"]["optimizer"] and not row["remark"]
+
+
 TAGGED = """
 import rebatch.torch as rebatch
 
@@ -472,7 +624,7 @@ def test_options_of_the_step_bound_the_size(program):
 @pytest.mark.parametrize(
     "source, sentence",
     [
-        ("print('hello')", "ended with status 0 and never called a Step"),
+        ("print('hello')", "ended with status 0 and never called a Step or optimizer.step()"),
         ("open('/nowhere/data')", "ended with status 1 before its first Step"),
         (
             MODEL.replace(".cuda()", "") + STEP,
@@ -483,7 +635,7 @@ def test_options_of_the_step_bound_the_size(program):
             "a micro-batch of 1 failed: KeyError: 'words'",
         ),
         (
-            MODEL + "loss_fn(model, batch(2)).backward()" + STEP,
+            MODEL + STEP.replace("for", "loss_fn(model, batch(2)).backward()\nfor"),
             "the program ran a backward pass before its first Step",
         ),
     ],

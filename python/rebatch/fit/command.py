@@ -12,19 +12,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any, Optional
 
 from rebatch import _library
 from rebatch.fit import cards, compiled, table
 from rebatch.fit.error import FitError
+from rebatch.fit.rows import Search, answer_of, rooms_of
+from rebatch.fit.search import Sizes
 from rebatch.fit.standin_library import library, versions_of
+from rebatch.fit.tried import Request, Tried
 
 _OK, _FAILED, _USAGE, _NOTHING_FITS = 0, 1, 2, 3
 # Larger writes within a GPU, of kernels that would not run either, are left out: they would take
 # memory of the host.
 _FILL_MOST = 1 << 20
 _CUDA = "13.0"  # of a compiled program's driver
+_BATCH = "{batch}"  # in the command, where the program takes its size
+_STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Given:
     installs: bool  # rebatch's allocator, where the program does not
     levels: bool  # of `lighten`
     ranks: int  # of which the program is one; 1: alone
+    batch: int  # samples in place of {batch} in the command; 0: there is none
     program: list[str]
 
 
@@ -62,9 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="rebatch fit",
         usage="rebatch fit [OPTION]... -- PROGRAM [ARGUMENT]...",
         description="Finds the largest micro-batch of your own program that fits on a card, on a "
-        "machine without a GPU. PROGRAM runs unchanged up to its first Step or rebatch_step(), "
-        "with memory as on the card and without kernels; there sizes are tried, and the program "
-        "ends. What it prints goes to standard error.",
+        "machine without a GPU. PROGRAM runs unchanged up to its first Step or rebatch_step(), or "
+        "without one of PyTorch to its first training pass, with memory as on the card and without "
+        "kernels; there sizes are tried, and the program ends. What it prints goes to standard "
+        "error.",
         epilog="exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits, "
         "127 PROGRAM does not exist",
     )
@@ -85,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="as one of N ranks, for "
                         "a Python program that torchrun would start")  # fmt: skip
+    parser.add_argument("--batch", type=int, default=0, metavar="N", help="of a program without a "
+                        "Step that takes its batch size from an argument, written {batch}: its own "
+                        "size")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--cards", action="store_true", help="list the cards, and end")
     return parser
@@ -119,6 +130,11 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
         parser.error(f"argument --ranks: {given.ranks}: expected at least 1")
     if given.ranks > 1 and not _is_python_file(program):
         parser.error("--ranks needs a program such as python3 train.py, without torchrun")
+    if given.batch < 0 or bool(given.batch) != any(_BATCH in word for word in program):
+        parser.error(
+            f"argument --batch: {given.batch or 'not given'}: expected --batch N, at least 1, and "
+            f"{_BATCH} in the command, such as --batch 32 -- python3 train.py --batch-size {_BATCH}"
+        )
     return Given(
         cards=chosen,
         memory=given.memory,
@@ -126,6 +142,7 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
         installs=given.install,
         levels=given.lighten,
         ranks=given.ranks,
+        batch=given.batch,
         program=program,
     )
 
@@ -169,8 +186,11 @@ def _describe(status: int) -> str:
     return f"ended with status {status}"
 
 
-def _run(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[str, Any]:
-    """What a PyTorch program answers for a card. Raises FitError."""
+def _run(
+    card: cards.Card, given: Given, environment: dict[str, str], sized: Optional[Request] = None
+) -> dict[str, Any]:
+    """What a PyTorch program answers for a card; `sized` is a try of it as a whole. Raises
+    FitError."""
     with tempfile.TemporaryDirectory(prefix="rebatch-fit-") as folder:
         answer = os.path.join(folder, "answer.json")
         request = {
@@ -179,10 +199,17 @@ def _run(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[st
             "beside": dataclasses.asdict(card.beside),
             "installs": given.installs,
             "levels": given.levels,
+            "sized": dataclasses.asdict(sized) if sized else None,
         }
-        environment = {**environment, "REBATCH_FIT": json.dumps(request)}
+        environment = {
+            **environment,
+            "REBATCH_FIT": json.dumps(request),
+            "PYTHONPATH": os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")])),
+            # What Inductor makes of a model does not run here.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         sys.stdout.flush()
-        program = given.program
+        program = [word.replace(_BATCH, str(sized.size)) if sized else word for word in given.program]
         if given.ranks > 1:
             program = [program[0], "-m", "rebatch.fit.one_of", str(given.ranks), *program[1:]]
         done = subprocess.run(program, env=environment, stdout=sys.stderr)
@@ -192,8 +219,43 @@ def _run(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[st
             if "error" in found:
                 raise FitError(found["error"])
             return found
-    end = "and never called a Step" if done.returncode == 0 else "before its first Step"
+    end = "and never called a Step or optimizer.step()" if done.returncode == 0 else (
+        "before its first Step or optimizer.step()"
+    )  # fmt: skip
     raise FitError(f"rebatch: {given.program[0]} {_describe(done.returncode)} {end}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """A program that takes its size from an argument: each try runs it from its start."""
+
+    card: cards.Card
+    given: Given
+    environment: dict[str, str]
+    name = ""
+
+    @property
+    def samples(self) -> int:
+        return self.given.batch
+
+    def sizes(self) -> Sizes:
+        return Sizes()
+
+    def tried(self, request: Request) -> Tried:
+        found = _run(self.card, self.given, self.environment, request)
+        if "tried" not in found:
+            raise FitError("rebatch: the program has a Step: expected a command without {batch}")
+        return Tried(**found["tried"])
+
+
+def _run_sized(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[str, Any]:
+    began = time.perf_counter()
+    search = Search(_Sized(card, given, environment), given.installs)
+    line = search.line()
+    outside = search.outside(dataclasses.asdict(card.beside))
+    rooms = rooms_of(given.memory or [card.memory_bytes], outside)
+    answer = answer_of([search.row(room, line) for room in rooms], outside, given.installs)
+    return {**answer, "seconds": time.perf_counter() - began}
 
 
 def _refused(program: str, error: OSError) -> int:
@@ -208,7 +270,11 @@ def _fit_python(given: Given) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for card in given.cards:
         memory = given.memory or [card.memory_bytes]
-        answer = _run(card, given, _environment(card, memory, preloaded, cuda))
+        environment = _environment(card, memory, preloaded, cuda)
+        if given.batch:
+            answer = _run_sized(card, given, environment)
+        else:
+            answer = _run(card, given, environment)
         rows += table.rows_of(card, memory, answer)
     return {"torch": torch, "cuda": cuda, "rows": rows}
 

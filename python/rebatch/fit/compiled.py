@@ -62,10 +62,10 @@ def run(
         answer = probe_on(program, {**environment, "STANDIN_LIMIT": str(room)})
         rows.append(_row(answer, room))
     return {
-        "batch": answer["batch"],
         "outside_bytes": outside_bytes,
         "allocator": "rebatch",
         "rows": rows,
+        "remark": "",
         "seconds": answer["seconds"],
     }
 
@@ -97,6 +97,8 @@ def _row(answer: dict[str, Any], room: int) -> dict[str, Any]:
     return {
         "room": room,
         "level": 0,
+        "step": "",
+        "batch": answer["batch"],
         "best": size and _tried(size, answer["measured_peak_bytes"]),
         "next": after and _tried(after[0]["size"], after[0]["predicted_peak_bytes"]),
         "tries": answer["microbatches"],

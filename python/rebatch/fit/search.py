@@ -7,6 +7,8 @@ from typing import Callable
 
 # A size is searched to one in so many; the next larger one may fit too.
 _EXACT = 400
+# Twice the samples need so much more: most of a peak is theirs.
+_STEEP = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +42,24 @@ class Line:
         return (room - self.fixed) / self.each if self.each > 0 else float("inf")
 
 
-def line_of(peak_at: Callable[[int], int], sizes: Sizes) -> Line:
-    """The line on which peaks lie, by small sizes. With few samples the peak may be where the
-    optimizer steps, whatever their number; at the half of a size that needs twice that it no longer
-    is."""
-    size, smallest = sizes.first, peak_at(sizes.first)
-    peak = smallest
-    while peak < 2 * smallest and size < sizes.at_most(sizes.largest):
-        size = sizes.at_most(size * 4)
-        peak = peak_at(size)
-    half = sizes.at_most(size / 2)
-    if half == size:
-        return Line(peak, 0.0)
-    each = (peak - peak_at(half)) / (size - half)
-    return Line(peak - each * size, each)
+def line_of(peak_at: Callable[[int], int], sizes: Sizes, start: int = 1) -> Line:
+    """The line on which peaks lie, by two sizes: from `start` on, and twice that. With few samples
+    the peak may be where the optimizer steps, whatever their number; then by a size that needs
+    twice that, at whose half it no longer is."""
+    low, most = sizes.at_most(start), sizes.at_most(sizes.largest)
+    high = sizes.at_most(2 * low) if low < most else low
+    peaks = {size: peak_at(size) for size in sorted({low, high})}
+    smallest = peaks[low]
+    if peaks[high] < _STEEP * smallest:
+        while peaks[high] < 2 * smallest and high < most:
+            high = sizes.at_most(high * 4)
+            peaks[high] = peak_at(high)
+        low = sizes.at_most(high / 2)
+    if low == high:
+        return Line(peaks[high], 0.0)
+    peak_low = peaks[low] if low in peaks else peak_at(low)
+    each = (peaks[high] - peak_low) / (high - low)
+    return Line(peaks[high] - each * high, each)
 
 
 def largest_size(fits: Callable[[int], bool], sizes: Sizes, start: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ def rows_of(card: Card, memory: Sequence[int], answer: dict[str, Any]) -> list[d
 def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     best, after = found["best"], found["next"]
     micro = best["samples"] if best else 0
-    batch = max(answer["batch"], micro)
+    batch = max(found["batch"], micro)
     outside = answer["outside_bytes"]
     held = dict(best["held"]) if best else {}
     if best:
@@ -36,6 +36,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
         "memory_bytes": memory,
         "allocator": answer["allocator"],
         "lighten_level": found["level"],
+        "step": found["step"],
         "micro": micro,
         "batch": batch,
         "microbatches": -(-batch // micro) if micro else 0,
@@ -48,6 +49,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
         "next": after["samples"] if after else 0,
         "next_needs_bytes": after["reserved"] + outside if after else 0,
         "tries": found["tries"],
+        "remark": answer["remark"],
         "seconds": round(answer["seconds"], 2),
     }
 
@@ -102,7 +104,7 @@ def _tags(row: dict[str, Any], name: str) -> str:
 
 def _one_more(row: dict[str, Any]) -> str:
     if not row["next"]:
-        return "not tried: the largest that may be asked for fits"
+        return "not tried" if row["remark"] else "not tried: the largest that may be asked for fits"
     return f"{row['next']} needs {_gib(row['next_needs_bytes'])}"
 
 
@@ -114,6 +116,7 @@ def _lightened(row: dict[str, Any]) -> str:
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     names = ", ".join(dict.fromkeys(row["gpu"] for row in rows if not row["is_measured"]))
     remarks = [
+        *dict.fromkeys(row["remark"] for row in rows if row["remark"]),
         "Kernels compute nothing here: what a program decides by results, such as a NaN check or "
         "how many tokens go to an expert, is decided by zeros.",
         "Not counted: cuDNN's benchmark mode, autotuned kernels (Triton, Inductor), NCCL's "

@@ -1,30 +1,24 @@
-"""In the program, on the stand-in for CUDA: which sizes fit. Each is tried in a copy of the process
-(fork), which trains for three updates as the program would and ends; so each try begins where the
-program is at its first Step. Must not know cards."""
+"""A Step's try, in a copy of the process: it trains for three updates as the program would, and
+ends; so each try begins where the program is at its first Step. Must not know cards."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
-import os
-import sys
-import time
-import traceback
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from rebatch.fit import copies
+from rebatch.fit.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.error import FitError
 from rebatch.fit.integers import Integers
-from rebatch.fit.search import Line, Sizes, largest_size, line_of
-
-# Libraries that take memory of a GPU, as the stand-in has them.
-_CUBLAS, _CUBLAS_EX, _CUDNN = 1, 2, 4
+from rebatch.fit.rows import Search, answer_and_exit, answer_of, rooms_of
+from rebatch.fit.search import Sizes
+from rebatch.fit.tried import Request, Tried
 
 # The first makes the optimizer's state, and the others run beside it.
 _UPDATES = 3
-_DONE, _FAILED = 0, 1
 
 
 class _Training(Protocol):
@@ -37,42 +31,6 @@ class _Training(Protocol):
     report: Any
 
     def like(self, program: Any, ranks: Any, /) -> Any: ...
-
-
-def _standin() -> Any:
-    """The functions by which the stand-in is controlled."""
-    library = ctypes.CDLL("libcuda.so.1")
-    try:
-        library.standin_set_memory.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
-        library.standin_set_memory.restype = None
-        library.standin_peak.argtypes = [ctypes.c_size_t, ctypes.c_bool]
-        library.standin_peak.restype = ctypes.c_size_t
-        library.standin_libraries.argtypes = []
-        library.standin_libraries.restype = ctypes.c_uint
-    except AttributeError:
-        raise FitError("rebatch: libcuda.so.1 is a GPU's driver: expected the stand-in") from None
-    return library
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """A size that was tried. Memory is in bytes."""
-
-    samples: int
-    fits: bool
-    peak: int = 0  # in use, of PyTorch's allocator
-    reserved: int = 0  # held by it
-    libraries: int = 0  # that were used: bits
-    held: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak, by what holds it
-    tags: dict[str, int] = dataclasses.field(default_factory=dict)  # and of activations, by tag
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    size: int
-    room: int  # bytes that the allocator may hold
-    level: int = 0  # of `lighten`
-    installs: bool = False  # rebatch's allocator
 
 
 # ---- in a copy of the process ----
@@ -125,7 +83,7 @@ class _Attempt:
         from rebatch.torch.session.oom import is_oom
 
         peak, device = 0, self._training.program.device
-        ooms, tagged = _ooms(device), _tagged(device)
+        failed, tagged = ooms(device), _tagged(device)
         try:
             for _ in range(_UPDATES):
                 self._training._run(self._batch)
@@ -137,10 +95,10 @@ class _Attempt:
                 peak = max(peak, report.peak_bytes)
         except Exception as error:
             # Where memory ran out, what is said of contents is not so: no kernel compared them.
-            if not is_oom(error) and _ooms(device) == ooms:
+            if not is_oom(error) and ooms(device) == failed:
                 raise
             return Tried(self._size, False)
-        library = _standin()
+        library = copies.standin()
         return Tried(
             self._size,
             True,
@@ -175,23 +133,11 @@ class _Attempt:
         buffers = [b for b in program.modules.buffers() if b.device == device]
         batch = [t for _, t in batch_tensors(self._batch) if t.device == device]
         return {
-            "parameters": _bytes_of([*parameters, *buffers]),
-            "gradients": _bytes_of([p for p in parameters if p.requires_grad]),
-            "optimizer": _bytes_of(states),
-            "batch": _bytes_of(batch),
+            "parameters": bytes_of([*parameters, *buffers]),
+            "gradients": bytes_of([p for p in parameters if p.requires_grad]),
+            "optimizer": bytes_of(states),
+            "batch": bytes_of(batch),
         }
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-def _ooms(device: torch.device) -> int:
-    """Allocations that have failed."""
-    from rebatch.torch.allocator.install import stats
-
-    native = int(torch.cuda.memory_stats(device)["num_ooms"])
-    return native + (stats(device)["ooms"] if _is_installed() else 0)
 
 
 def _tagged(device: torch.device) -> dict[str, Any]:
@@ -200,7 +146,7 @@ def _tagged(device: torch.device) -> dict[str, Any]:
     from rebatch.torch.allocator.install import pool
 
     found: dict[str, Any] = {}
-    while _is_installed():
+    while is_installed():
         usage = _library.TagUsage()
         number = len(found) + 1  # 0 is what has no tag
         if _library.lib.rebatch_pool_get_tag_usage(ctypes.byref(usage), pool(device), number):
@@ -220,120 +166,32 @@ def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
     return {name: size for name, size in grown.items() if size > 0}
 
 
-def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """What they occupy: storages in blocks of the allocator."""
-    from rebatch.torch.batches.kinds import plain_parts
-    from rebatch.torch.undo.copies import own_part
-
-    storages = {}
-    for part in (part for tensor in tensors for part in plain_parts(own_part(tensor))):
-        storage = part.untyped_storage()
-        storages[storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
-    return sum(storages.values())
-
-
 def _device_tensors(batch: Any) -> list[torch.Tensor]:
     from rebatch.torch.batches.cut import batch_tensors
 
     return [tensor for _, tensor in batch_tensors(batch) if tensor.is_cuda]
 
 
-def _work(training: _Training, batch: Any, samples: int, request: _Request) -> Tried:
+def _work(training: _Training, batch: Any, samples: int, request: Request) -> Tried:
     """A try, in this process."""
-    library = _standin()
     device = training.program.device
-    library.standin_set_memory(device.index or 0, request.room)
-    if request.installs:
-        from rebatch.torch.allocator.install import install
-
-        install()
+    copies.limit(device, request)
     with Integers():
         attempt = _Attempt(training, batch, samples, request.size, request.level)
-        library.standin_peak(device.index or 0, True)
-        torch.cuda.reset_peak_memory_stats(device)
+        copies.restart(device)
         return attempt.run()
 
 
 # ---- in the program's process ----
 
 
-def _become_copy() -> None:
-    """After a fork: the stand-in has no driver that would mind, and no other thread is left."""
-    torch.cuda._is_in_bad_fork = lambda: False
-    torch.set_num_threads(1)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
+class _Step:
+    """A Step at its first call."""
 
+    name = ""
 
-def _try_in_copy(training: _Training, batch: Any, samples: int, request: _Request) -> Tried:
-    """A try in a copy of this process. Raises FitError."""
-    end, write_end = os.pipe()
-    copy = os.fork()
-    if copy == 0:
-        code = 1
-        try:
-            os.close(end)
-            _become_copy()
-            answer: Any = dataclasses.asdict(_work(training, batch, samples, request))
-            code = 0
-        except BaseException:
-            answer = traceback.format_exc()
-        finally:
-            with os.fdopen(write_end, "w") as file:
-                json.dump(answer, file)
-            os._exit(code)
-    os.close(write_end)
-    with os.fdopen(end) as file:
-        text = file.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
-    if status == 0:
-        return Tried(**json.loads(text))
-    if status < 0 or not text:
-        raise FitError(
-            f"rebatch: a micro-batch of {request.size} ended by signal {-status}: expected a "
-            "training that runs on the stand-in for CUDA"
-        )
-    said = json.loads(text)
-    sys.stderr.write(said)
-    lines = said.strip().splitlines()
-    last = next((line for line in reversed(lines) if not line.startswith("rebatch: ")), lines[-1])
-    if "fork-based multiprocessing" in last:
-        raise FitError(
-            "rebatch: the program ran a backward pass before its first Step: expected the Step's "
-            "to be the first, since sizes are tried in copies of the process"
-        )
-    kind, _, sentence = last.partition(": ")
-    if kind.endswith(f".{FitError.__name__}"):
-        raise FitError(sentence)
-    raise FitError(
-        f"rebatch: a micro-batch of {request.size} failed: {last}; kernels compute nothing here, "
-        "so what is on the GPU is 0"
-    )
-
-
-@dataclasses.dataclass
-class Row:
-    """What was found for a room: the largest size that fits, and the next one."""
-
-    room: int
-    level: int  # of `lighten`
-    best: Optional[Tried]
-    next: Optional[Tried]  # with as much memory as it asks for
-    tries: int = 0
-
-
-_PAGE = 2 << 20  # in which a driver gives memory
-# More than any card has: what a size takes without a limit.
-_UNLIMITED = 1 << 50
-
-
-class Search:
-    """Finds the rows of a training, whose tries it remembers."""
-
-    def __init__(self, training: _Training, batch: Any, installs: bool = False):
-        self._training, self._batch, self._installs = training, batch, installs
-        self.libraries = 0  # that were used, in all tries
+    def __init__(self, training: _Training, batch: Any):
+        self._training, self._batch = training, batch
         self._cut = training.program.cut
         self.samples: int = self._cut.length(batch)
 
@@ -351,61 +209,30 @@ class Search:
             step=limits.get("micro_multiple_of") or 1,
         )
 
-    def line(self, level: int = 0) -> Line:
-        """The line on which peaks lie. Raises FitError."""
-        return line_of(lambda size: self._try(size, _UNLIMITED, level).peak, self.sizes())
+    def tried(self, request: Request) -> Tried:
+        def work(reply: Reply) -> None:
+            reply.tried(_work(self._training, self._batch, self.samples, request))
 
-    def row(self, room: int, line: Line, level: int = 0) -> Row:
-        """The row of a room, which the allocator may hold. Raises FitError."""
-        tries: dict[int, Tried] = {}
-        sizes = self.sizes()
-
-        def fits(size: int) -> bool:
-            tries[size] = self._try(size, room, level)
-            return tries[size].fits
-
-        low, high = largest_size(fits, sizes, sizes.at_most(line.meets(room)))
-        after = self._try(high, _UNLIMITED, level) if high else None
-        return Row(room, level, tries.get(low), after, len(tries) + bool(high))
-
-    def _try(self, size: int, room: int, level: int) -> Tried:
-        request = _Request(size, room, level, self._installs)
-        tried = _try_in_copy(self._training, self._batch, self.samples, request)
-        self.libraries |= tried.libraries
-        return tried
-
-    def outside(self, beside: dict[str, int]) -> int:
-        """What the process takes beside the allocator, by the libraries that it has used."""
-        has_kernels = self.libraries & (_CUBLAS_EX | _CUDNN)
-        return (
-            beside["context"]
-            + beside["cublas"] * bool(self.libraries & _CUBLAS)
-            + beside["kernels"] * bool(has_kernels)
-        )
+        return copies.in_copy(work, request.size)
 
 
 def fit_and_exit(training: _Training, batch: Any, asked: str) -> None:
-    """Answers the command that started the program, and ends it. `asked` is JSON: where the answer
-    goes, what memory is free, and what a process takes of it beside the allocator."""
-    request = json.loads(asked)
-    began = time.perf_counter()
-    answer: dict[str, Any] = {}
-    try:
-        answer = _answer(training, batch, request)
-    except FitError as error:
-        answer = {"error": str(error)}
-    except Exception as error:
-        traceback.print_exc()
-        answer = {"error": f"rebatch: {_first_line(error)}"}
-    answer["seconds"] = time.perf_counter() - began
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with open(request["answer"], "w") as file:
-        json.dump(answer, file)
-    os._exit(_FAILED if "error" in answer else _DONE)
+    """Answers the command that started the program, and ends it."""
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        _refuse(training)
+        search = Search(_Step(training, batch), request["installs"])
+        levels = range(1 + (len(training.callbacks.levels) if request["levels"] else 0))
+        lines = [search.line(level) for level in levels]
+        outside = search.outside(request["beside"])
+        rooms = rooms_of(request["free"], outside)
+        rows = [search.row(room, lines[level], level) for room in rooms for level in levels]
+        return answer_of(rows, outside, is_installed() or request["installs"])
+
+    answer_and_exit(asked, answer)
 
 
-def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _refuse(training: _Training) -> None:
     device = training.program.device
     if device.type != "cuda":
         raise FitError(
@@ -416,21 +243,3 @@ def _answer(training: _Training, batch: Any, request: dict[str, Any]) -> dict[st
             "rebatch: the program trains on several ranks: expected --ranks N and the program "
             "itself, without torchrun"
         )
-    search = Search(training, batch, request["installs"])
-    levels = range(1 + (len(training.callbacks.levels) if request["levels"] else 0))
-    lines = [search.line(level) for level in levels]
-    outside = search.outside(request["beside"])
-    rooms = [max(free - outside, 0) // _PAGE * _PAGE for free in request["free"]]
-    rows = [search.row(room, lines[level], level) for room in rooms for level in levels]
-    return {
-        "batch": search.samples,
-        "outside_bytes": outside,
-        "allocator": "rebatch" if request["installs"] or _is_installed() else "native",
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-
-
-def _is_installed() -> bool:
-    from rebatch.torch.allocator.install import installed
-
-    return installed()

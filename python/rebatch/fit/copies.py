@@ -1,0 +1,159 @@
+"""Tries in copies of the program's process (fork), on the stand-in for CUDA, and what is read there
+of its memory. Must not know what a try runs."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from typing import Any, Callable, Iterable, NoReturn
+
+import torch
+
+from rebatch.fit.error import FitError
+from rebatch.fit.live import freeze
+from rebatch.fit.tried import GoOn, Request, Tried
+from rebatch.torch.batches.kinds import plain_parts
+from rebatch.torch.undo.copies import own_part
+
+def standin() -> Any:
+    """The functions by which the stand-in is controlled."""
+    library = ctypes.CDLL("libcuda.so.1")
+    try:
+        library.standin_set_memory.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+        library.standin_set_memory.restype = None
+        library.standin_peak.argtypes = [ctypes.c_size_t, ctypes.c_bool]
+        library.standin_peak.restype = ctypes.c_size_t
+        library.standin_libraries.argtypes = []
+        library.standin_libraries.restype = ctypes.c_uint
+    except AttributeError:
+        raise FitError("rebatch: libcuda.so.1 is a GPU's driver: expected the stand-in") from None
+    return library
+
+
+# ---- in a copy ----
+
+
+class Reply:
+    """To the process that waits for a try. Either of these ends the copy."""
+
+    def __init__(self, end: int):
+        self._end = end
+
+    def tried(self, tried: Tried) -> NoReturn:
+        self._say(dataclasses.asdict(tried), 0)
+
+    def failed(self, text: str) -> NoReturn:
+        """`text` is a traceback."""
+        self._say(text, 1)
+
+    def _say(self, what: Any, code: int) -> NoReturn:
+        try:
+            with os.fdopen(self._end, "w") as file:
+                json.dump(what, file)
+        finally:
+            os._exit(code)
+
+
+def _become_copy() -> None:
+    """After a fork: the stand-in has no driver that would mind, and no other thread is left."""
+    torch.cuda._is_in_bad_fork = lambda: False
+    torch.set_num_threads(1)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+
+
+def limit(device: torch.device, request: Request) -> None:
+    """From now on the process has the memory that is asked for."""
+    standin().standin_set_memory(device.index or 0, request.room)
+    if request.installs:
+        from rebatch.torch.allocator.install import install
+
+        install()
+
+
+def restart(device: torch.device) -> None:
+    """Peaks are those from now on."""
+    standin().standin_peak(device.index or 0, True)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def is_installed() -> bool:
+    """Whether the allocator is rebatch's."""
+    allocator = sys.modules.get("rebatch.torch.allocator.install")
+    return allocator is not None and allocator.installed()
+
+
+def ooms(device: torch.device) -> int:
+    """Allocations that have failed."""
+    native = int(torch.cuda.memory_stats(device)["num_ooms"])
+    if not is_installed():
+        return native
+    from rebatch.torch.allocator.install import stats
+
+    return native + int(stats(device)["ooms"])
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """What they occupy: storages in blocks of the allocator."""
+    storages = {}
+    for part in (part for tensor in tensors for part in plain_parts(own_part(tensor))):
+        storage = part.untyped_storage()
+        storages[storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
+    return sum(storages.values())
+
+
+# ---- in the program's process ----
+
+
+def in_copy(work: Callable[[Reply], None], size: int) -> Tried:
+    """What a copy of this process replies, where `work` runs; it may raise GoOn. Raises
+    FitError."""
+    freeze()
+    end, write_end = os.pipe()
+    copy = os.fork()
+    if copy == 0:
+        os.close(end)
+        reply = Reply(write_end)
+        try:
+            _become_copy()
+            work(reply)
+        except GoOn:
+            raise
+        except BaseException:
+            reply.failed(traceback.format_exc())
+    os.close(write_end)
+    with os.fdopen(end) as file:
+        text = file.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+    if status == 0 and text:
+        return Tried(**json.loads(text))
+    if not text:
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        raise FitError(
+            f"rebatch: a micro-batch of {size} ended {how}: expected a training that runs on the "
+            "stand-in for CUDA"
+        )
+    raise _failure(json.loads(text), size)
+
+
+def _failure(said: str, size: int) -> FitError:
+    sys.stderr.write(said)
+    lines = said.strip().splitlines()
+    last = next((line for line in reversed(lines) if not line.startswith("rebatch: ")), lines[-1])
+    if "fork-based multiprocessing" in last:
+        return FitError(
+            "rebatch: the program ran a backward pass before its first Step: expected the Step's "
+            "to be the first, since sizes are tried in copies of the process"
+        )
+    kind, _, sentence = last.partition(": ")
+    if kind.endswith(f".{FitError.__name__}"):
+        return FitError(sentence)
+    return FitError(
+        f"rebatch: a micro-batch of {size} failed: {last}; kernels compute nothing here, so what "
+        "is on the GPU is 0"
+    )

@@ -1,0 +1,49 @@
+"""What is alive in the program's process, by kind. Must not know what is done with it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any, Iterable, Iterator
+
+import torch
+
+_KINDS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+_frozen: list[Any] = []  # weak references
+
+
+def freeze() -> None:
+    """Before the process is copied: what is there is not gone through again, which would copy all
+    memory in which Python's objects are."""
+    _frozen.extend(weakref.ref(each) for each in _of(_KINDS, gc.get_objects()))
+    gc.freeze()
+
+
+def live(kind: Any) -> Iterator[Any]:
+    """All objects of a kind, subclasses included."""
+    return _of(kind, itertools.chain((reference() for reference in _frozen), gc.get_objects()))
+
+
+def _of(kind: Any, objects: Iterable[Any]) -> Iterator[Any]:
+    return (each for each in objects if issubclass(type(each), kind))
+
+
+def weights_of() -> list[torch.Tensor]:
+    """The parameters and buffers of all modules."""
+    found: dict[int, torch.Tensor] = {}
+    for module in live(torch.nn.Module):
+        for tensors in module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {}):
+            found.update({id(t): t for t in tensors.values() if isinstance(t, torch.Tensor)})
+    return list(found.values())
+
+
+def states_of() -> list[torch.Tensor]:
+    """What the optimizers keep."""
+    return [
+        value
+        for optimizer in live(torch.optim.Optimizer)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]

@@ -1,0 +1,395 @@
+"""A program without a Step: its loop is watched, and where its first pass begins sizes are tried in
+copies of the process. A copy goes on with the program for some updates, in a batch of another size.
+Must not know Steps."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from typing import Any, Dict, Iterator, List, NoReturn, Optional, Set, Tuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_flatten
+
+from rebatch.fit import copies
+from rebatch.fit.batches import Growth, Transfers, is_batch
+from rebatch.fit.copies import Reply, bytes_of, is_installed, ooms
+from rebatch.fit.error import FitError
+from rebatch.fit.integers import Integers
+from rebatch.fit.live import live, states_of, weights_of
+from rebatch.fit.rows import Search, answer_and_exit, answer_of, rooms_of
+from rebatch.fit.search import Line, Sizes
+from rebatch.fit.tried import UNLIMITED, GoOn, Request, Tried
+
+# The first makes the optimizer's state, and the others run beside it.
+_UPDATES = 3
+# Some optimizers step more often than others; those that never step are not waited for.
+_MOST_UPDATES = 20
+# More passes before an update are an accumulation of gradients, in which memory repeats itself.
+_PASSES = 3
+
+
+def watch(asked: str) -> None:
+    """Watch the program from now on. `asked` is what the command asks for, as JSON."""
+    Watch(json.loads(asked)["sized"])
+
+
+class _FileReply(Reply):
+    """Of a program that is tried at its own size, to the command."""
+
+    def __init__(self, path: str):
+        super().__init__(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+    def tried(self, tried: Tried) -> NoReturn:
+        self._say({"tried": dataclasses.asdict(tried)}, 0)
+
+    def failed(self, text: str) -> NoReturn:
+        sys.stderr.write(text)
+        last = text.strip().splitlines()[-1]
+        self._say({"error": f"rebatch: the program failed: {last}"}, 1)
+
+
+class Watch:
+    """The passes and updates of a program. Sizes are tried where the DataLoader returns the batch
+    of the first pass, or without one where that pass begins."""
+
+    def __init__(self, sized: Optional[Dict[str, Any]]) -> None:
+        self._sized = sized and Request(**sized)  # what this process is a try of, as a whole
+        self._try: Optional[_Try] = None  # in a copy
+        self._scout: Optional[Reply] = None  # in the copy that looks for the first pass
+        self._is_over = False  # a Step answers
+        self._returned, self._begins_at = 0, 0  # batches of loaders; 0: not with one
+        self._loader: Optional[_Batches] = None  # that has returned the last batch
+        self._wrap_module()
+        self._wrap_loader()
+        register_optimizer_step_post_hook(self._steps)
+
+    def _wrap_module(self) -> None:
+        plain = torch.nn.Module.__call__
+
+        def call(module: torch.nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            if torch.is_grad_enabled() and not self._is_over:
+                self._calls(module, (arguments, keywords))
+            return plain(module, *arguments, **keywords)
+
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _wrap_loader(self) -> None:
+        plain = torch.utils.data.DataLoader.__iter__
+
+        def iterate(loader: Any) -> Any:
+            loader.num_workers = loader.timeout = 0  # a copy of the process has no workers
+            return _Batches(plain(loader), self)
+
+        torch.utils.data.DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+    def _calls(self, module: torch.nn.Module, given: Any) -> None:
+        if self._try:
+            self._try.calls(module, given)
+        elif _trains(module):
+            if self._scout:
+                self._scout.tried(Tried(self._returned, True))
+            self._begin(_common_size(given), module)
+
+    def returns(self, loader: _Batches) -> None:
+        """A loader has returned a batch."""
+        if self._try or self._is_over or self._scout:
+            self._returned += 1
+            return
+        self._loader = loader
+        self._returned += 1
+        if self._returned == 1:
+            self._begins_at = self._look_for_pass()
+        if self._returned == self._begins_at:
+            self._begin(_common_size(loader.last))
+
+    def _look_for_pass(self) -> int:
+        """The batch after which the first pass begins; 0: there is none."""
+
+        def work(reply: Reply) -> None:
+            self._scout = reply
+            raise GoOn
+
+        try:
+            return copies.in_copy(work, 0).samples
+        except GoOn:
+            return 0
+        except FitError:
+            return 0
+
+    def _begin(self, samples: int, root: Optional[torch.nn.Module] = None) -> None:
+        """Answer; or in a copy go on with the program."""
+        asked = os.environ.pop("REBATCH_FIT", "")
+        if not asked or _has_step():
+            self._is_over = True
+            if asked:
+                os.environ["REBATCH_FIT"] = asked
+            return
+        try:
+            answer_and_exit(asked, lambda request: self._answer(request, samples, root))
+        except GoOn:
+            return
+
+    def _answer(
+        self, request: Dict[str, Any], samples: int, root: Optional[torch.nn.Module]
+    ) -> Dict[str, Any]:
+        if self._sized:
+            self.begin(self._sized, _FileReply(request["answer"]), root)
+        loop = _Loop(self, samples, root)
+        search = Search(loop, request["installs"])
+        loop.passes = search.tried(loop.samples, UNLIMITED).passes
+        line, remark = _line_of(loop, search) if samples else (None, _UNKNOWN)
+        outside = search.outside(request["beside"])
+        rooms = rooms_of(request["free"], outside)
+        try:
+            rows = [search.row(room, line) for room in rooms] if line else []
+        except FitError as error:
+            rows, remark = [], str(error)
+        if rows:
+            remark = _VARIED.format(samples) if root else ""
+        else:
+            rows = [search.row_of_own(room) for room in rooms]
+            remark = _FIXED.format(remark.removeprefix("rebatch: "))
+        return answer_of(rows, outside, is_installed() or request["installs"], remark)
+
+    def begin(
+        self,
+        request: Request,
+        reply: Reply,
+        root: Optional[torch.nn.Module],
+        loop: Optional[_Loop] = None,
+    ) -> NoReturn:
+        """A try in this process, with which the program goes on; of a batch that `loop` varies."""
+        self._try = _Try(request, reply, root, loop)
+        raise GoOn
+
+    def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._try:
+            self._try.steps_on(optimizer)
+
+    def repeats(self, loader: _Batches) -> bool:
+        """Whether its last batch comes again: in a copy, which trains on that alone."""
+        return self._try is not None and self._loader is loader
+
+
+_UNKNOWN = (
+    "the tensors of a batch have no first dimension in common, and count as 1 sample"
+)
+_VARIED = (
+    "A sample is one of the first dimension, {} in the program, of the tensors that its model is "
+    "called with."
+)
+_FIXED = (
+    "The size of the batch could not be varied, so the peak is that of the program's own batch: "
+    "{}. Where the program takes the size from an argument, say --batch N and {{batch}} in its "
+    "place."
+)
+
+
+def _line_of(loop: _Loop, search: Search) -> Tuple[Optional[Line], str]:
+    """The line on which peaks lie; or None, and why there is none."""
+    said = ""
+    for loop.grows_like_weights in True, False:
+        try:
+            line = search.line()
+        except FitError as error:
+            said = said or str(error)
+            continue
+        return (line, "") if line.each > 0 else (None, "the peak does not grow with it")
+    return None, said
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    return any(p.requires_grad and p.is_cuda for p in module.parameters())
+
+
+def _has_step() -> bool:
+    """Whether the program has made a Step, which answers."""
+    module = sys.modules.get("rebatch.torch.core.training")
+    return module is not None and any(live(module.Training))
+
+
+def _common_size(given: Any) -> int:
+    """The first dimension that all tensors of a call share; 0: they share none."""
+    tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+    sizes = {tensor.size(0) for tensor in tensors if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+class _Batches:
+    """An iterator of a DataLoader."""
+
+    def __init__(self, plain: Any, watch: Watch):
+        self._plain, self._watch = plain, watch
+        self.last: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._watch.repeats(self):
+            return copy.deepcopy(self.last)
+        self.last = next(self._plain)
+        self._watch.returns(self)
+        return self.last
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+class _Loop:
+    """What is tried: the program's loop, from its first batch or pass on."""
+
+    name = ""
+
+    def __init__(self, watch: Watch, samples: int, root: Optional[torch.nn.Module]):
+        self._watch, self._root = watch, root
+        self.found = samples  # 0: not found
+        self.samples = samples or 1
+        self.grows_like_weights = True  # tensors with the shape of one
+        self.passes = 0  # before the first update, once that is known
+
+    def sizes(self) -> Sizes:
+        return Sizes()
+
+    def tried(self, request: Request) -> Tried:
+        def work(reply: Reply) -> None:
+            self._watch.begin(request, reply, self._root, self)
+
+        return copies.in_copy(work, request.size)
+
+
+class _Try:
+    """In a copy, which goes on with the program: some updates in batches of one size."""
+
+    def __init__(
+        self,
+        request: Request,
+        reply: Reply,
+        root: Optional[torch.nn.Module],
+        loop: Optional[_Loop],
+    ):
+        self._request, self._reply = request, reply
+        self._root = root  # whose call begins a pass
+        self._growth: Optional[Growth] = None
+        if loop and loop.found not in (0, request.size):
+            self._growth = Growth(loop.found, request.size, loop.grows_like_weights)
+        self._known_passes = loop.passes if loop else 0
+        self._passes, self._passes_before, self._updates = int(bool(root)), 0, dict[int, int]()
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._failed = ooms(self._device)
+        if self._growth:
+            self._growth.grow()
+        torch.cuda.empty_cache()
+        copies.limit(self._device, request)
+        copies.restart(self._device)
+        Integers().__enter__()
+        if self._growth:
+            Transfers(self._growth).__enter__()  # type: ignore[no-untyped-call]
+        atexit.register(self._end)
+        sys.excepthook = self._raised
+
+    def calls(self, module: torch.nn.Module, given: Any) -> None:
+        """A module is called, of which gradients may come."""
+        if self._root is None and _trains(module):
+            self._root = module
+        if self._root is module:
+            self._passes_on(given)
+
+    def _passes_on(self, given: Any) -> None:
+        """A pass begins."""
+        self._stop_after_oom()
+        if self._growth and _common_size(given) == self._growth.size:  # made on the GPU
+            self._growth.grow()
+        self._passes += 1
+        if self._is_accumulating():
+            if self._passes == _PASSES and not self._updates:
+                for optimizer in self._optimizers():
+                    type(optimizer).step(optimizer)
+            if self._passes > self._passes_before + _PASSES - 1:
+                self._finish()
+        elif self._passes > _UPDATES and not self._optimizers():
+            self._finish()
+
+    def _is_accumulating(self) -> bool:
+        """Passes repeat themselves, and not all before an update need run."""
+        return self._known_passes > _PASSES or (
+            bool(self._updates) and self._passes_before > _PASSES
+        )
+
+    def steps_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """An update ends."""
+        self._stop_after_oom()
+        if not self._updates:
+            self._passes_before = self._passes
+        self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
+        counts = [self._updates.get(id(each), 0) for each in self._optimizers()]
+        if min(counts, default=0) >= _UPDATES or max(counts, default=0) >= _MOST_UPDATES:
+            self._finish()
+
+    def _optimizers(self) -> List[torch.optim.Optimizer]:
+        """Those of parameters that have gradients on the GPU."""
+        return [
+            optimizer
+            for optimizer in live(torch.optim.Optimizer)
+            if any(
+                p.grad is not None and p.is_cuda
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
+            or id(optimizer) in self._updates
+        ]
+
+    # ---- the end ----
+
+    def _stop_after_oom(self) -> None:
+        if ooms(self._device) > self._failed:
+            self._reply.tried(Tried(self._request.size, False))
+
+    def _finish(self) -> NoReturn:
+        library = copies.standin()
+        self._reply.tried(
+            Tried(
+                self._request.size,
+                True,
+                peak=torch.cuda.max_memory_allocated(self._device),
+                reserved=library.standin_peak(self._device.index or 0, False),
+                libraries=library.standin_libraries(),
+                held=self._held(),
+                passes=self._passes_before,
+            )
+        )
+
+    def _end(self) -> NoReturn:
+        """The program ends."""
+        self._stop_after_oom()
+        if self._updates or self._passes > 1:
+            self._finish()
+        self._reply.failed("the program ended before optimizer.step()")
+
+    def _raised(self, kind: Any, error: BaseException, trace: Any) -> NoReturn:
+        self._stop_after_oom()
+        self._reply.failed("".join(traceback.format_exception(kind, error, trace)))
+
+    def _held(self) -> Dict[str, int]:
+        """What stays between two updates, by kind."""
+        weights = [t for t in weights_of() if t.device == self._device]
+        own: Set[int] = {id(t) for t in weights}
+        size = self._request.size
+        return {
+            "parameters": bytes_of(weights),
+            "gradients": bytes_of([t for t in weights if t.requires_grad]),
+            "optimizer": bytes_of([t for t in states_of() if t.device == self._device]),
+            "batch": bytes_of(
+                [t for t in live(torch.Tensor) if t.device == self._device and is_batch(t, size, own)]
+            ),
+        }

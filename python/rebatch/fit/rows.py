@@ -1,0 +1,152 @@
+"""The answer for one card: a row for each size of memory, by the tries of a subject. Must not know
+what a try runs, cards, nor PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, Callable, NoReturn, Optional, Protocol
+
+from rebatch.fit.error import FitError
+from rebatch.fit.search import Line, Sizes, largest_size, line_of
+from rebatch.fit.tried import CUBLAS, CUBLAS_EX, CUDNN, UNLIMITED, GoOn, Request, Tried
+
+_DONE, _FAILED = 0, 1
+_PAGE = 2 << 20  # in which a driver gives memory
+
+
+class Subject(Protocol):
+    """What is tried."""
+
+    name: str  # where there are several
+    samples: int  # of the program's batch
+
+    def sizes(self) -> Sizes: ...
+
+    def tried(self, request: Request, /) -> Tried: ...
+
+
+@dataclasses.dataclass
+class Row:
+    """What was found for a room: the largest size that fits, and the next one."""
+
+    room: int
+    level: int  # of `lighten`
+    best: Optional[Tried]
+    next: Optional[Tried]  # with as much memory as it asks for
+    tries: int = 0
+    step: str = ""  # of several, the one whose size it is
+    batch: int = 0  # samples of the program's batch
+
+
+class Search:
+    """Finds the rows of a subject."""
+
+    def __init__(self, subject: Subject, installs: bool = False):
+        self._subject, self._installs = subject, installs
+        self._tried: dict[Request, Tried] = {}
+        self.libraries = 0  # that were used, in all tries
+
+    def line(self, level: int = 0) -> Line:
+        """The line on which peaks lie. Raises FitError."""
+        sizes, seen = self._subject.sizes(), []
+
+        def peak(size: int) -> int:
+            seen.append(self.tried(size, UNLIMITED, level))
+            return seen[-1].peak
+
+        line = line_of(peak, sizes, self._subject.samples)
+        cached = min(tried.reserved - tried.peak for tried in seen)
+        return dataclasses.replace(line, fixed=line.fixed + cached)
+
+    def row(self, room: int, line: Line, level: int = 0) -> Row:
+        """The row of a room, which the allocator may hold. Raises FitError."""
+        tries: dict[int, Tried] = {}
+        sizes = self._subject.sizes()
+
+        def fits(size: int) -> bool:
+            tries[size] = self.tried(size, room, level)
+            return tries[size].fits
+
+        low, high = largest_size(fits, sizes, sizes.at_most(line.meets(room)))
+        after = self.tried(high, UNLIMITED, level) if high else None
+        count = len(tries) + bool(high)
+        return self._row(room, level, tries.get(low), after, count)
+
+    def row_of_own(self, room: int) -> Row:
+        """The row of the program's own size alone."""
+        size = self._subject.samples
+        tried = self.tried(size, room)
+        if tried.fits:
+            return self._row(room, 0, tried, None, 1)
+        return self._row(room, 0, None, self.tried(size, UNLIMITED), 2)
+
+    def _row(
+        self, room: int, level: int, best: Optional[Tried], after: Optional[Tried], tries: int
+    ) -> Row:
+        return Row(room, level, best, after, tries, self._subject.name, self._subject.samples)
+
+    def tried(self, size: int, room: int, level: int = 0) -> Tried:
+        """The try of a size, which runs once."""
+        request = Request(size, room, level, self._installs)
+        if request not in self._tried:
+            self._tried[request] = self._subject.tried(request)
+        found = self._tried[request]
+        self.libraries |= found.libraries
+        return found
+
+    def outside(self, beside: dict[str, int]) -> int:
+        """What the process takes beside the allocator, by the libraries that it has used."""
+        has_kernels = self.libraries & (CUBLAS_EX | CUDNN)
+        return (
+            beside["context"]
+            + beside["cublas"] * bool(self.libraries & CUBLAS)
+            + beside["kernels"] * bool(has_kernels)
+        )
+
+
+def answer_of(
+    rows: list[Row], outside: int, is_installed: bool, remark: str = ""
+) -> dict[str, Any]:
+    """As the command reads it. `remark` is a sentence below the table."""
+    return {
+        "outside_bytes": outside,
+        "allocator": "rebatch" if is_installed else "native",
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "remark": remark,
+    }
+
+
+def rooms_of(free: list[int], outside: int) -> list[int]:
+    """What the allocator may hold, for each size of memory."""
+    return [max(each - outside, 0) // _PAGE * _PAGE for each in free]
+
+
+def answer_and_exit(asked: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
+    """Answers the command that started the program, and ends it. `asked` is JSON: where the answer
+    goes, what memory is free, and what a process takes of it beside the allocator."""
+    request = json.loads(asked)
+    began = time.perf_counter()
+    try:
+        found = answer(request)
+    except GoOn:
+        raise
+    except FitError as error:
+        found = {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"rebatch: {first_line(error)}"}
+    found["seconds"] = time.perf_counter() - began
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(request["answer"], "w") as file:
+        json.dump(found, file)
+    os._exit(_FAILED if "error" in found else _DONE)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

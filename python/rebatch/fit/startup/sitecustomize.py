@@ -1,0 +1,49 @@
+"""Python runs this before the program of `rebatch fit`, which has put this folder on PYTHONPATH:
+once the program has imported PyTorch, its loop is watched. A sitecustomize of its own runs too."""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_watch(module):
+            run(module)
+            if "REBATCH_FIT" in os.environ:
+                from rebatch.fit import loops
+
+                loops.watch(os.environ["REBATCH_FIT"])
+
+        spec.loader.exec_module = run_and_watch
+        return spec
+
+
+def _run_other():
+    """The one that this one stands before."""
+    own = sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError:
+        pass
+    sys.modules.setdefault("sitecustomize", own)
+
+
+sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
+if importlib.util.find_spec("rebatch") is None:
+    sys.path.append(PACKAGES)  # the last, so that it hides none of the program's packages
+if "REBATCH_FIT" in os.environ:
+    sys.meta_path.insert(0, _AfterTorch())
+_run_other()
