@@ -62,7 +62,7 @@ class Transfers(TorchDispatchMode):
     size."""
 
     def __init__(self, growth: Growth):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._growth = growth
 
     def __torch_dispatch__(

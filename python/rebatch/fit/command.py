@@ -209,7 +209,9 @@ def _run(
             "TORCHDYNAMO_DISABLE": "1",
         }
         sys.stdout.flush()
-        program = [word.replace(_BATCH, str(sized.size)) if sized else word for word in given.program]
+        program = given.program
+        if sized:
+            program = [word.replace(_BATCH, str(sized.size)) for word in program]
         if given.ranks > 1:
             program = [program[0], "-m", "rebatch.fit.one_of", str(given.ranks), *program[1:]]
         done = subprocess.run(program, env=environment, stdout=sys.stderr)

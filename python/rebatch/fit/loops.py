@@ -292,7 +292,7 @@ class _Try:
         torch.cuda.empty_cache()
         copies.limit(self._device, request)
         copies.restart(self._device)
-        Integers().__enter__()
+        Integers().__enter__()  # type: ignore[no-untyped-call]
         if self._growth:
             Transfers(self._growth).__enter__()  # type: ignore[no-untyped-call]
         atexit.register(self._end)
@@ -384,12 +384,10 @@ class _Try:
         """What stays between two updates, by kind."""
         weights = [t for t in weights_of() if t.device == self._device]
         own: Set[int] = {id(t) for t in weights}
-        size = self._request.size
+        there = [t for t in live(torch.Tensor) if t.device == self._device]
         return {
             "parameters": bytes_of(weights),
             "gradients": bytes_of([t for t in weights if t.requires_grad]),
             "optimizer": bytes_of([t for t in states_of() if t.device == self._device]),
-            "batch": bytes_of(
-                [t for t in live(torch.Tensor) if t.device == self._device and is_batch(t, size, own)]
-            ),
+            "batch": bytes_of([t for t in there if is_batch(t, self._request.size, own)]),
         }

@@ -22,8 +22,11 @@ _PAGE = 2 << 20  # in which a driver gives memory
 class Subject(Protocol):
     """What is tried."""
 
-    name: str  # where there are several
-    samples: int  # of the program's batch
+    @property
+    def name(self) -> str: ...  # where there are several
+
+    @property
+    def samples(self) -> int: ...  # of the program's batch
 
     def sizes(self) -> Sizes: ...
 

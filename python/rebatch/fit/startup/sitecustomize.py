@@ -5,13 +5,14 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -20,22 +21,22 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
             return spec
         run = spec.loader.exec_module
 
-        def run_and_watch(module):
+        def run_and_watch(module: Any) -> None:
             run(module)
             if "REBATCH_FIT" in os.environ:
                 from rebatch.fit import loops
 
                 loops.watch(os.environ["REBATCH_FIT"])
 
-        spec.loader.exec_module = run_and_watch
+        spec.loader.exec_module = run_and_watch  # type: ignore[method-assign]
         return spec
 
 
-def _run_other():
+def _run_other() -> None:
     """The one that this one stands before."""
     own = sys.modules.pop("sitecustomize")
     try:
-        import sitecustomize  # noqa: F401
+        importlib.import_module("sitecustomize")
     except ModuleNotFoundError:
         pass
     sys.modules.setdefault("sitecustomize", own)
