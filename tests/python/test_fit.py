@@ -371,6 +371,56 @@ def test_every_card_has_rows_and_smaller_memory_has_smaller_sizes(program):
     assert rows[0]["micro"] < rows[1]["micro"] and rows[2]["micro"] < rows[3]["micro"]
 
 
+TWO_STEPS = """
+import rebatch.torch as rebatch
+
+maker = torch.nn.Sequential(torch.nn.Linear(8, 8192), torch.nn.Linear(8192, 64)).cuda()
+adam = torch.optim.Adam(maker.parameters())
+
+
+def judge(model, samples):
+    real, made = samples
+    return F.cross_entropy(model(real), real.new_zeros(len(real), dtype=torch.int64)) + (
+        F.cross_entropy(model(made), made.new_ones(len(made), dtype=torch.int64))
+    )
+
+
+def fool(maker, noise):
+    made = maker(noise)
+    return F.cross_entropy(model(made), made.new_zeros(len(made), dtype=torch.int64))
+
+
+judging = rebatch.Step(model, optimizer, judge)
+making = rebatch.Step(maker, adam, fool)
+not_used = rebatch.Backward(model, judge)
+for _ in range(1_000_000):
+    n = int(sys.argv[1])
+    noise = torch.randn(n, 8, device="cuda")
+    with torch.no_grad():
+        made = maker(noise)
+    judging((torch.randn(n, 64).cuda(), made))
+    making(noise)
+"""
+
+
+@on_standin
+def test_each_of_two_steps_is_answered_and_one_size_for_both(program):
+    path = program(MODEL, TWO_STEPS)
+    rows = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable, path, "16")
+    judging, making, both = rows
+    assert [row["step"] for row in rows] == [
+        "Step 1, Sequential",
+        "Step 2, Sequential",
+        "all 2 Steps",
+    ]
+    assert 50 < judging["micro"] < making["micro"]  # two passes of the model, and one
+    assert both["micro"] == pytest.approx(judging["micro"], rel=0.02)
+    assert both["held_bytes"] == both["held_bytes"] | {
+        kind: judging["held_bytes"][kind] for kind in ("parameters", "gradients", "optimizer")
+    }
+    assert "(all 2 Steps): parameters" in table.of_rows(rows)
+
+
 # Programs without a Step, which train for so long that only an end in their midst passes.
 LOADED = """
 samples = torch.utils.data.TensorDataset(*batch(1000))
@@ -632,7 +682,7 @@ def test_options_of_the_step_bound_the_size(program):
         ),
         (
             MODEL.replace("return F", "raise KeyError('words'); return F") + STEP,
-            "a micro-batch of 1 failed: KeyError: 'words'",
+            "a micro-batch of 4 failed: KeyError: 'words'",
         ),
         (
             MODEL + STEP.replace("for", "loss_fn(model, batch(2)).backward()\nfor"),

@@ -83,13 +83,13 @@ def of_rows(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['gpu']:<12} {_gib(row['memory_bytes']):>11} {row['micro']:>12} "
             f"{row['microbatches']:>4} "
             f"{_gib(row['peak_reserved_bytes'] + row['outside_bytes']):>11}   {_one_more(row)}"
-            f"{_lightened(row)}"
+            f"{_variant(row)}"
         )
     for row in rows:
         if row["held_bytes"]:
             held = row["held_bytes"].items()
             parts = [_parts({name: size}) + _tags(row, name) for name, size in held]
-            lines.append(f"{row['gpu']}, {row['micro']} samples: {', '.join(parts)}")
+            lines.append(f"{row['gpu']}, {row['micro']} samples{_variant(row)}: {', '.join(parts)}")
     return "\n".join([*lines, *_remarks(rows)])
 
 
@@ -108,9 +108,9 @@ def _one_more(row: dict[str, Any]) -> str:
     return f"{row['next']} needs {_gib(row['next_needs_bytes'])}"
 
 
-def _lightened(row: dict[str, Any]) -> str:
-    level = row["lighten_level"]
-    return f" (lighten: {level})" if level else ""
+def _variant(row: dict[str, Any]) -> str:
+    level, step = row["lighten_level"], row["step"]
+    return f" (lighten: {level})" if level else f" ({step})" if step else ""
 
 
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -360,7 +360,7 @@ class Backward:
         Raises ValueError for a card that is not known, and RuntimeError where there is no answer.
         """
         self._training.program.update.find()
-        fit_if_asked(self._training, batch)
+        fit_if_asked(self._training, batch, is_alone=True)
         return run_again(gpu, memory, install, lighten)
 
     def state_dict(self) -> Dict[str, int]:

@@ -24,7 +24,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         def run_and_watch(module: Any) -> None:
             run(module)
             if "REBATCH_FIT" in os.environ:
-                from rebatch.fit import loops
+                from rebatch.fit.program import loops
 
                 loops.watch(os.environ["REBATCH_FIT"])
 

@@ -50,13 +50,13 @@ def probe_if_asked(training: _Training, batch: Any) -> None:
         _end(_FAILED, f"{error}\n", "", command)
 
 
-def fit_if_asked(training: Any, batch: Any) -> None:
-    """The same for a fit, on the stand-in for CUDA."""
+def fit_if_asked(training: Any, batch: Any, is_alone: bool = False) -> None:
+    """The same for a fit, on the stand-in for CUDA; `is_alone`: of this one of several Steps."""
     asked = os.environ.pop("REBATCH_FIT", "")
     if asked:
-        from rebatch.fit.tries import fit_and_exit  # which no training needs
+        from rebatch.fit.program.steps import fit_and_exit  # which no training needs
 
-        fit_and_exit(training, batch, asked)
+        fit_and_exit(training, batch, asked, is_alone)
 
 
 def _end(code: int, complaint: str, text: str, command: str) -> None:

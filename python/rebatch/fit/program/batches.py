@@ -8,7 +8,7 @@ from typing import Any, Set
 
 import torch
 
-from rebatch.fit.live import live, states_of, weights_of
+from rebatch.fit.program.live import live, states_of, weights_of
 from rebatch.torch.private import TorchDispatchMode
 
 

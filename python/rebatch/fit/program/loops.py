@@ -17,12 +17,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten
 
-from rebatch.fit import copies
-from rebatch.fit.batches import Growth, Transfers, is_batch
-from rebatch.fit.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.error import FitError
 from rebatch.fit.integers import Integers
-from rebatch.fit.live import live, states_of, weights_of
+from rebatch.fit.program import copies
+from rebatch.fit.program.batches import Growth, Transfers, is_batch
+from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
+from rebatch.fit.program.live import live, states_of, weights_of
 from rebatch.fit.rows import Search, answer_and_exit, answer_of, rooms_of
 from rebatch.fit.search import Line, Sizes
 from rebatch.fit.tried import UNLIMITED, GoOn, Request, Tried
@@ -94,7 +94,7 @@ class Watch:
             self._try.calls(module, given)
         elif _trains(module):
             if self._scout:
-                self._scout.tried(Tried(self._returned, True))
+                self._scout.says(self._returned)
             self._begin(_common_size(given), module)
 
     def returns(self, loader: _Batches) -> None:
@@ -117,7 +117,7 @@ class Watch:
             raise GoOn
 
         try:
-            return copies.in_copy(work, 0).samples
+            return int(copies.asked(work, 0))
         except GoOn:
             return 0
         except FitError:

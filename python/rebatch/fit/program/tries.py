@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from rebatch.fit import copies
-from rebatch.fit.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.error import FitError
 from rebatch.fit.integers import Integers
-from rebatch.fit.rows import Search, answer_and_exit, answer_of, rooms_of
+from rebatch.fit.program import copies
+from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
+from rebatch.fit.rows import Search, answer_of, rooms_of
 from rebatch.fit.search import Sizes
 from rebatch.fit.tried import Request, Tried
 
@@ -21,7 +21,7 @@ from rebatch.fit.tried import Request, Tried
 _UPDATES = 3
 
 
-class _Training(Protocol):
+class Training(Protocol):
     """What is used of a Step's training."""
 
     program: Any
@@ -36,11 +36,11 @@ class _Training(Protocol):
 # ---- in a copy of the process ----
 
 
-class _Attempt:
+class Attempt:
     """A training of some updates in micro-batches of one size."""
 
-    def __init__(self, training: _Training, batch: Any, samples: int, size: int, level: int):
-        self._samples, self._size = samples, size
+    def __init__(self, training: Training, size: int, level: int = 0):
+        self._size = size
         program = training.program
         options = dict(program.options)
         for name in ("micro_allowed", "micro_multiple_of", "learn", "log_file"):
@@ -61,11 +61,11 @@ class _Attempt:
         self._training.running.undo.compares_contents = False  # kernels write none
         if level:
             self._training.callbacks.levels.wanted = level
-        self._batch = self._batch_of(batch)
 
-    def _batch_of(self, batch: Any) -> Any:
-        """Some micro-batches of the program's batch; or one larger than it, in its place."""
-        size, samples = self._size, self._samples
+    def batch_of(self, batch: Any, frees: bool = False) -> Any:
+        """Some micro-batches of the program's batch; or one larger than it, and in its place where
+        the program does not need that."""
+        size, samples = self._size, self._cut.length(batch)
         if size == samples:
             return batch
         if size < samples:
@@ -73,20 +73,26 @@ class _Attempt:
         whole, rest = divmod(size, samples)
         spans = [(0, samples)] * whole + [(0, rest)] * bool(rest)
         larger = self._cut.arranged(batch, spans, samples)
-        for tensor in _device_tensors(batch):  # the other one is in its place
+        for tensor in device_tensors(batch) if frees else ():
             tensor.untyped_storage().resize_(0)
-        torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         return larger
 
-    def run(self) -> Tried:
-        """Raises what the program raises, but for OOMs."""
+    def pass_on(self, batch: Any) -> Any:
+        """One update, or its passes. Returns the training that has run."""
+        self._training._run(batch)
+        return self._training
+
+    def run(self, batch: Any) -> Tried:
+        """Some updates of what batch_of() has made. Raises what the program raises, but for
+        OOMs."""
         from rebatch.torch.session.oom import is_oom
 
         peak, device = 0, self._training.program.device
         failed, tagged = ooms(device), _tagged(device)
         try:
             for _ in range(_UPDATES):
-                self._training._run(self._batch)
+                self._training._run(batch)
                 report = self._training.report
                 if report.ooms:
                     return Tried(self._size, False)
@@ -105,7 +111,7 @@ class _Attempt:
             peak=max(peak, torch.cuda.max_memory_allocated(device)),
             reserved=library.standin_peak(device.index or 0, False),
             libraries=library.standin_libraries(),
-            held=self._held(device),
+            held=held_by([self], bytes_of(device_tensors(batch))),
             tags=_grown(tagged, _tagged(device)),
         )
 
@@ -117,11 +123,9 @@ class _Attempt:
         for p in update.parameters:
             p.grad = None
 
-    def _held(self, device: torch.device) -> dict[str, int]:
+    def kept(self) -> dict[str, list[torch.Tensor]]:
         """What stays between two updates, by kind."""
-        from rebatch.torch.batches.cut import batch_tensors
-
-        program = self._training.program
+        program, device = self._training.program, self._training.program.device
         parameters = [p for p in program.modules.parameters() if p.device == device]
         states = [
             value
@@ -131,13 +135,19 @@ class _Attempt:
             if isinstance(value, torch.Tensor) and value.device == device
         ]
         buffers = [b for b in program.modules.buffers() if b.device == device]
-        batch = [t for _, t in batch_tensors(self._batch) if t.device == device]
         return {
-            "parameters": bytes_of([*parameters, *buffers]),
-            "gradients": bytes_of([p for p in parameters if p.requires_grad]),
-            "optimizer": bytes_of(states),
-            "batch": bytes_of(batch),
+            "parameters": [*parameters, *buffers],
+            "gradients": [p for p in parameters if p.requires_grad],
+            "optimizer": states,
         }
+
+
+def held_by(attempts: list[Attempt], batch_bytes: int) -> dict[str, int]:
+    """What stays between two updates, and a batch, in bytes. What attempts have in common counts
+    once."""
+    each = [attempt.kept() for attempt in attempts]
+    kept = {kind: bytes_of([t for one in each for t in one[kind]]) for kind in each[0]}
+    return {**kept, "batch": batch_bytes}
 
 
 def _tagged(device: torch.device) -> dict[str, Any]:
@@ -166,23 +176,40 @@ def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
     return {name: size for name, size in grown.items() if size > 0}
 
 
-def _device_tensors(batch: Any) -> list[torch.Tensor]:
+def device_tensors(batch: Any) -> list[torch.Tensor]:
     from rebatch.torch.batches.cut import batch_tensors
 
     return [tensor for _, tensor in batch_tensors(batch) if tensor.is_cuda]
 
 
-def _work(training: _Training, batch: Any, samples: int, request: Request) -> Tried:
+def _work(training: Training, batch: Any, request: Request) -> Tried:
     """A try, in this process."""
     device = training.program.device
     copies.limit(device, request)
     with Integers():
-        attempt = _Attempt(training, batch, samples, request.size, request.level)
+        attempt = Attempt(training, request.size, request.level)
+        tried = attempt.batch_of(batch, frees=True)
         copies.restart(device)
-        return attempt.run()
+        return attempt.run(tried)
 
 
 # ---- in the program's process ----
+
+
+def sizes_of(training: Training, batch: Any) -> Sizes:
+    """Those that the options allow, and of which there can be a batch."""
+    program, cut = training.program, training.program.cut
+    samples: int = cut.length(batch)
+    limits = {} if program.cost else program.limits
+    is_own_type = cut.arranged(batch, [(0, 1)], samples) is None
+    return Sizes(
+        smallest=limits.get("micro_smallest") or 1,
+        largest=min(
+            limits.get("micro_largest") or Sizes.largest,
+            samples if is_own_type else Sizes.largest,
+        ),
+        step=limits.get("micro_multiple_of") or 1,
+    )
 
 
 class _Step:
@@ -190,49 +217,32 @@ class _Step:
 
     name = ""
 
-    def __init__(self, training: _Training, batch: Any):
+    def __init__(self, training: Training, batch: Any):
         self._training, self._batch = training, batch
-        self._cut = training.program.cut
-        self.samples: int = self._cut.length(batch)
+        self.samples: int = training.program.cut.length(batch)
 
     def sizes(self) -> Sizes:
-        """Those that the options allow, and of which there can be a batch."""
-        program = self._training.program
-        limits = {} if program.cost else program.limits
-        is_own_type = self._cut.arranged(self._batch, [(0, 1)], self.samples) is None
-        return Sizes(
-            smallest=limits.get("micro_smallest") or 1,
-            largest=min(
-                limits.get("micro_largest") or Sizes.largest,
-                self.samples if is_own_type else Sizes.largest,
-            ),
-            step=limits.get("micro_multiple_of") or 1,
-        )
+        return sizes_of(self._training, self._batch)
 
     def tried(self, request: Request) -> Tried:
         def work(reply: Reply) -> None:
-            reply.tried(_work(self._training, self._batch, self.samples, request))
+            reply.tried(_work(self._training, self._batch, request))
 
         return copies.in_copy(work, request.size)
 
 
-def fit_and_exit(training: _Training, batch: Any, asked: str) -> None:
-    """Answers the command that started the program, and ends it."""
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        _refuse(training)
-        search = Search(_Step(training, batch), request["installs"])
-        levels = range(1 + (len(training.callbacks.levels) if request["levels"] else 0))
-        lines = [search.line(level) for level in levels]
-        outside = search.outside(request["beside"])
-        rooms = rooms_of(request["free"], outside)
-        rows = [search.row(room, lines[level], level) for room in rooms for level in levels]
-        return answer_of(rows, outside, is_installed() or request["installs"])
-
-    answer_and_exit(asked, answer)
+def answer_of_step(training: Training, batch: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a program's Step."""
+    search = Search(_Step(training, batch), request["installs"])
+    levels = range(1 + (len(training.callbacks.levels) if request["levels"] else 0))
+    lines = [search.line(level) for level in levels]
+    outside = search.outside(request["beside"])
+    rooms = rooms_of(request["free"], outside)
+    rows = [search.row(room, lines[level], level) for room in rooms for level in levels]
+    return answer_of(rows, outside, is_installed() or request["installs"])
 
 
-def _refuse(training: _Training) -> None:
+def refuse(training: Training) -> None:
     device = training.program.device
     if device.type != "cuda":
         raise FitError(

@@ -14,10 +14,11 @@ from typing import Any, Callable, Iterable, NoReturn
 import torch
 
 from rebatch.fit.error import FitError
-from rebatch.fit.live import freeze
+from rebatch.fit.program.live import freeze
 from rebatch.fit.tried import GoOn, Request, Tried
 from rebatch.torch.batches.kinds import plain_parts
 from rebatch.torch.undo.copies import own_part
+
 
 def standin() -> Any:
     """The functions by which the stand-in is controlled."""
@@ -38,13 +39,17 @@ def standin() -> Any:
 
 
 class Reply:
-    """To the process that waits for a try. Either of these ends the copy."""
+    """To the process that waits for a try. Each of these ends the copy."""
 
     def __init__(self, end: int):
         self._end = end
 
     def tried(self, tried: Tried) -> NoReturn:
-        self._say(dataclasses.asdict(tried), 0)
+        self.says(dataclasses.asdict(tried))
+
+    def says(self, found: Any) -> NoReturn:
+        """What JSON can have."""
+        self._say(found, 0)
 
     def failed(self, text: str) -> NoReturn:
         """`text` is a traceback."""
@@ -111,6 +116,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def in_copy(work: Callable[[Reply], None], size: int) -> Tried:
+    """A try in a copy of this process, as asked()."""
+    return Tried(**asked(work, size))
+
+
+def asked(work: Callable[[Reply], None], size: int) -> Any:
     """What a copy of this process replies, where `work` runs; it may raise GoOn. Raises
     FitError."""
     freeze()
@@ -131,7 +141,7 @@ def in_copy(work: Callable[[Reply], None], size: int) -> Tried:
         text = file.read()
     status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
     if status == 0 and text:
-        return Tried(**json.loads(text))
+        return json.loads(text)
     if not text:
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         raise FitError(

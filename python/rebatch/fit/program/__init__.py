@@ -1,0 +1,1 @@
+"""What runs in the program of a fit, on the stand-in for CUDA."""
