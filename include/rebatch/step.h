@@ -325,10 +325,9 @@ typedef struct rebatch_event {
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of RETRY: after
                                    which wait, or NULL; of LEAK: what grows; of OVERFLOW: how
-                                   much; of NOT_CAPTURED: why; of an OOM event
-                                   of a map whose phase is ADMISSION or
-                                   RESIZE: "(in map)"; of EXHAUSTED: "(in lockstep)" there; else
-                                   NULL */
+                                   much; of NOT_CAPTURED: why; of an OOM event of a map whose
+                                   phase is ADMISSION or RESIZE: "(in map)"; of EXHAUSTED: "(in
+                                   lockstep)" there; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */
@@ -853,8 +852,7 @@ REBATCH_API_CHECKED rebatch_status rebatch_guard_with(rebatch *rb, const rebatch
  *  own thread made the calls. A thread that works for callbacks must call this, for example a
  *  thread of a backward pass: then what it allocates is taken back when the attempt fails, and a
  *  block from before the attempt that it freed is in use again. It lasts for all callbacks of `rb`,
- *  until the thread joins another session or NULL, which it must before rebatch_close(). In a
- *  thread that has joined none, NULL changes nothing. Thread-safe.
+ *  until the thread joins another session or NULL: before rebatch_close(). Thread-safe.
  *
  *  Nothing that other threads do is undone, for example by a thread that prepares batches: what
  *  they allocate stays, and what they free is free for the next attempt too. If the callback frees
