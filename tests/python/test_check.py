@@ -100,6 +100,20 @@ def test_a_loss_fn_may_free_the_memory_of_the_batch():
     assert "batch" in kinds(found) and torch.equal(x, before)
 
 
+def test_gradients_of_before_the_check_hide_no_mistake():
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        total = len(x) * loss
+        return loss.detach() + total - total.detach()
+
+    model = torch.nn.Linear(8, 1)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e9)
+    found = rebatch.Backward(model, loss_fn).check(torch.randn(8, 8))
+    assert "cut" in kinds(found)
+    assert all(torch.equal(p.grad, torch.full_like(p, 1e9)) for p in model.parameters())
+
+
 def test_what_changes_in_such_an_object_is_found_and_put_back():
     class Net(Configured):
         def forward(self, x):

@@ -6,11 +6,13 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 
 from rebatch._library import GuardPoint
+from rebatch.torch.batches.cut import batch_tensors
+from rebatch.torch.batches.kinds import lacks_memory
 from rebatch.torch.batches.switched_off import (
     BATCH_NORM,
     DROPOUT,
@@ -27,6 +29,9 @@ from rebatch.torch.undo.undo import Undo
 from rebatch.torch.update.passes import Passes
 
 RunAs = Callable[[Program], Tuple[float, int]]
+
+# Of the session of a run: it does not grow, and says nothing.
+_OPTIONS = {"growth": False, "on_oom": "halve", "log_level": "quiet"}
 
 
 @dataclasses.dataclass
@@ -68,11 +73,17 @@ def _under(mode: _FailingAt, function: Any) -> Any:
 
 
 class _NoUpdate(Passes):
-    """One that changes nothing, in the place of a program's own."""
+    """One that changes nothing, in the place of a program's own. Of each micro-batch it notes the
+    loss; the norm of the gradients, where they are those of one micro-batch; and which tensors of
+    the `batch` have lost their memory, which a Step gives back."""
 
     def __init__(self, own: Passes, mode: Optional[_FailingAt]):
         super().__init__((), own.optimizers)
-        self._own, self._mode = own, mode
+        self._own, self.mode = own, mode
+        self.batch: List[Tuple[str, torch.Tensor]] = []
+        self.freed: Set[str] = set()
+        self.losses: List[float] = []
+        self.norms = 0.0
 
     def every_parameter(self) -> Iterable[torch.nn.Parameter]:
         return self._own.every_parameter()
@@ -88,13 +99,21 @@ class _NoUpdate(Passes):
     def zero_grad(self) -> None:
         for p in self.parameters:
             p.grad = None
+        self.losses, self.norms = [], 0.0
 
     def backward(self, loss: torch.Tensor) -> None:
-        with self._mode or contextlib.nullcontext():
+        with self.mode or contextlib.nullcontext():
             loss.backward()
+        self.losses.append(float(loss.detach()))
+        self.norms += _norm(_gradients_of(self.parameters))
+        self.freed.update(name for name, tensor in self.batch if lacks_memory(tensor))
 
     def first_bytes(self) -> int:
         return 0
+
+
+def _gradients_of(parameters: Iterable[torch.nn.Parameter]) -> List[Optional[torch.Tensor]]:
+    return [None if p.grad is None else p.grad.detach() for p in parameters]
 
 
 def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
@@ -151,7 +170,7 @@ class TrialRuns:
         try:
             off = [m for m in self._off if not (has_batch_norm and isinstance(m, BATCH_NORM))]
             with switched_off(off), mode:
-                outcome = self._accumulate(cut)
+                outcome = self._run_at(cut)
             self.is_16_bit |= mode.is_16_bit
             weight = float(running.weight) if self._program.normalizer else 1.0
             outcome.rounding = mode.rounding() / abs(weight)
@@ -159,42 +178,32 @@ class TrialRuns:
             running.batch = batch
             for p in self.parameters:
                 p.grad = None
-        outcome.changes = self._snapshot.changes()
+        outcome.changes.update(self._snapshot.changes())
         if self.runs == 1:
             self.draws = self._snapshot.draws()
         return outcome
 
-    def _accumulate(self, cut: int) -> Outcome:
-        sums: List[Optional[torch.Tensor]] = [None] * len(self.parameters)
-        losses, norms, samples = [], 0.0, self._running.samples
-        live = self._live_bytes()
-        kept = 0
-        for first in range(0, samples, cut):
-            count = min(cut, samples - first)
-            losses.append((first, count, self._run_part(first, count)))
-            gradients = [p.grad for p in self.parameters]
-            norms += _norm(gradients)
-            for i, (p, gradient) in enumerate(zip(self.parameters, gradients)):
-                p.grad = None
-                if gradient is None:
-                    continue
-                before = sums[i]
-                if before is None:
-                    own = sums[i] = gradient.detach().clone()
-                    kept += own.numel() * own.element_size()
-                else:
-                    sums[i] = before + gradient.detach()
-            del gradients, gradient
-        loss = sum(loss for _, _, loss in losses)
-        left = self._live_bytes() - live - kept if live else 0
-        return Outcome(loss, losses, sums, norms, {}, left_bytes=left)
-
-    def _run_part(self, first: int, count: int) -> float:
+    def _run_at(self, cut: int) -> Outcome:
+        """As a Step runs the batch that may have micro-batches of this size alone."""
+        update = _NoUpdate(self._program.update, None)
+        update.batch = list(batch_tensors(self._running.batch))
+        program = dataclasses.replace(
+            self._without_update(update, cut),
+            is_fresh=True,
+            options=dict(_OPTIONS, micro_allowed=[cut]),
+        )
         for p in self.parameters:
             p.grad = None
-        loss, _ = self._running.weighted_loss(first, count, self.parameters)
-        loss.backward()
-        return float(loss.detach())
+        before = self._live_bytes()
+        loss, _ = self._run_as(program)
+        gradients = _gradients_of(self.parameters)
+        kept = sum(g.numel() * g.element_size() for g in gradients if g is not None)
+        left = self._live_bytes() - before - kept if before else 0
+        firsts = [cut * i for i in range(len(update.losses))]
+        ends = [*firsts[1:], self._running.samples]
+        losses = [(at, end - at, part) for at, end, part in zip(firsts, ends, update.losses)]
+        changes: Changes = {("batch", name): None for name in update.freed}
+        return Outcome(loss, losses, gradients, update.norms, changes, left_bytes=left)
 
     def _live_bytes(self) -> int:
         if self._program.device.type != "cuda":
@@ -211,7 +220,7 @@ class TrialRuns:
         self.restore()
         mode = _FailingAt()
         running = copy.copy(self._running)
-        running.program = self._without_update(count, mode)
+        running.program = self._without_update(_NoUpdate(self._program.update, mode), count)
         loss, _ = running.weighted_loss(0, count)
         forward = mode.seen
         running.program.update.backward(loss)
@@ -223,32 +232,32 @@ class TrialRuns:
         self.restore()
         self.runs += 1
         self.ooms += fails_at > 0
-        program = self._without_update(micro, _FailingAt(fails_at) if fails_at else None)
+        mode = _FailingAt(fails_at) if fails_at else None
+        program = self._without_update(_NoUpdate(self._program.update, mode), micro)
         try:
             loss, last = self._run_as(program)
-            gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
+            gradients = _gradients_of(self.parameters)
         finally:
             for p in self.parameters:
                 p.grad = None
         changes = self._snapshot.changes()
         return Outcome(loss, [], gradients, 0.0, changes, sizes=(last,))
 
-    def _without_update(self, micro: int, mode: Optional[_FailingAt]) -> Program:
-        """The program without its update, that does not grow, and says nothing. Its loss_fn and
-        its backward pass run under a mode."""
-        own = self._program
+    def _without_update(self, update: _NoUpdate, micro: int) -> Program:
+        """The program with this update. Its loss_fn runs under the update's mode, as its backward
+        pass does."""
+        own, mode = self._program, update.mode
         kept = ("micro_smallest", "micro_largest", "micro_multiple_of", "micro_allowed")
         limits = {name: v for name, v in own.options.items() if name in kept}
         return dataclasses.replace(
             own,
-            update=_NoUpdate(own.update, mode),
+            update=update,
             loss_fn=_under(mode, own.loss_fn) if mode else own.loss_fn,
             cost=None,
             lighten=[],
+            graphs=0,
             on_event=None,
-            options=dict(
-                limits, micro_start=micro, growth=False, on_oom="halve", log_level="quiet"
-            ),
+            options=dict(_OPTIONS, micro_start=micro, **limits),
         )
 
 
