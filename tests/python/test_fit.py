@@ -662,6 +662,94 @@ def test_a_mask_of_a_kernel_is_told_by_file_and_line(program):
     )
 
 
+# As a router of experts does: how many samples an expert has, read on the host.
+COUNTS = """
+import rebatch.torch as rebatch
+
+
+def counted(model, samples):
+    experts = model(samples[0].cuda()).argmax(-1)
+    mode, counts = sys.argv[2], torch.nn.functional.one_hot(experts, 16).sum(0)
+    count = int(counts[3])
+    if mode == "size":
+        torch.empty(count, 1024, device="cuda")
+    if mode == "split":
+        torch.empty(len(experts) + count, device="cuda").split(counts.tolist())
+    if mode == "log":
+        print(f"{count} of {len(experts)}, finite: {bool(torch.isfinite(model[0].weight).all())}")
+    return loss_fn(model, samples)
+
+
+step = rebatch.Step(model, optimizer, counted)
+step(batch(int(sys.argv[1])))
+"""
+
+
+@on_standin
+@pytest.mark.parametrize("options", ([], ["--install"]))
+def test_a_size_by_integers_of_a_kernel_is_told_by_file_and_line(program, options):
+    path = program(MODEL, COUNTS)
+    command = ["--gpu", "h100", "--memory", "1GiB", *options, "--", sys.executable, path, "4"]
+    done = fit(*command, "size")
+    line = 1 + (MODEL + COUNTS).splitlines().index("    count = int(counts[3])")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        f"rebatch: {path}:{line}: the program takes a size from integers that a kernel would "
+        "compute, and none runs here: expected sizes that come from the host"
+    )
+    assert found(*command, "log")[0]["micro"] > 100
+
+
+@on_standin
+def test_a_failure_names_where_integers_of_a_kernel_were_read(program):
+    path = program(MODEL, COUNTS.replace("+ count", "+ 1 + count"))
+    done = fit("--gpu", "h100", "--memory", "1GiB", "--", sys.executable, path, "4", "split")
+    assert done.returncode == 1 and "train.py:" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].endswith(" has read integers of it")
+
+
+@on_standin
+@pytest.mark.parametrize("within", ("", "def loss_fn(model, samples):\n    "))
+def test_another_gpu_is_refused_by_file_and_line(program, within):
+    asks = f"{within}torch.cuda.set_device(1)"
+    path = program(MODEL, asks, STEP)
+    done = fit("--gpu", "h100", "--", sys.executable, path, "4")
+    line = 1 + (MODEL + asks).splitlines().index(asks.splitlines()[-1])
+    assert done.returncode == 1 and "invalid device ordinal" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"rebatch: {path}:{line}: the program asks for another GPU than cuda:0: expected one "
+        "process on one GPU; with --ranks N it is one of N"
+    )
+
+
+# A mask that a kernel makes of integers of the host before the first Step.
+BEFORE = """
+tokens = torch.arange(64).cuda()
+kept = tokens % 2 == 0
+chosen = torch.rand(64, device="cuda") > 0.5
+
+
+def masked(model, samples):
+    rows = samples[0].cuda()[:, (chosen if len(sys.argv) > 2 else kept)]
+    return loss_fn(model, (torch.cat([rows, rows], 1), samples[1]))
+
+
+import rebatch.torch as rebatch
+
+rebatch.Step(model, optimizer, masked)(batch(int(sys.argv[1])))
+"""
+
+
+@on_standin
+def test_integers_are_followed_from_the_beginning_of_the_program(program):
+    path = program(MODEL, BEFORE)
+    command = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable, path, "4"]
+    assert found(*command)[0]["micro"] > 100
+    done = fit(*command, "chosen")
+    assert done.returncode == 1
+    assert "a kernel would decide how large the result of index() is" in done.stderr
+
+
 @on_standin
 def test_options_of_the_step_bound_the_size(program):
     bounded = STEP.replace("loss_fn)", "loss_fn, micro_multiple_of=16, micro_largest=50)")

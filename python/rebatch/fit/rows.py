@@ -91,11 +91,25 @@ class Search:
     def _row(
         self, room: int, level: int, best: Optional[Tried], after: Optional[Tried], tries: int
     ) -> Row:
+        if best and best.read_at:
+            self._refuse_read_sizes(best, room, level)
         return Row(room, level, best, after, tries, self._subject.name, self._subject.samples)
 
-    def tried(self, size: int, room: int, level: int = 0) -> Tried:
+    def _refuse_read_sizes(self, best: Tried, room: int, level: int) -> None:
+        """A program that reads integers of a kernel may log them, or take a size from them."""
+        try:
+            other = self.tried(best.samples, room, level, reads_others=True)
+        except FitError:
+            other = None
+        if other is None or other.asked != best.asked:
+            raise FitError(
+                f"rebatch: {best.read_at}: the program takes a size from integers that a kernel "
+                "would compute, and none runs here: expected sizes that come from the host"
+            )
+
+    def tried(self, size: int, room: int, level: int = 0, reads_others: bool = False) -> Tried:
         """The try of a size, which runs once."""
-        request = Request(size, room, level, self._installs)
+        request = Request(size, room, level, self._installs, reads_others)
         if request not in self._tried:
             self._tried[request] = self._subject.tried(request)
         found = self._tried[request]

@@ -117,8 +117,8 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     names = ", ".join(dict.fromkeys(row["gpu"] for row in rows if not row["is_measured"]))
     remarks = [
         *dict.fromkeys(row["remark"] for row in rows if row["remark"]),
-        "Kernels compute nothing here: what a program decides by results, such as a NaN check or "
-        "how many tokens go to an expert, is decided by zeros.",
+        "Kernels compute nothing here: what a program decides by floating-point results, such as a "
+        "NaN check, is decided by zeros.",
         "Not counted: cuDNN's benchmark mode, autotuned kernels (Triton, Inductor), NCCL's "
         "buffers, other processes.",
     ]

@@ -22,6 +22,8 @@ class Tried:
     held: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak, by what holds it
     tags: dict[str, int] = dataclasses.field(default_factory=dict)  # and of activations, by tag
     passes: int = 0  # before the first update, of a program without a Step
+    asked: int = 0  # of the allocator, in all
+    read_at: str = ""  # file and line of the program, where it has read a kernel's integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Request:
     room: int  # bytes that the allocator may hold
     level: int = 0  # of `lighten`
     installs: bool = False  # rebatch's allocator
+    reads_others: bool = False  # of a kernel's integers
 
 
 class GoOn(BaseException):

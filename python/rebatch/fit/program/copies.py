@@ -7,12 +7,14 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import sys
 import traceback
-from typing import Any, Callable, Iterable, NoReturn
+from typing import Any, Callable, Dict, Iterable, NoReturn, Optional
 
 import torch
 
+from rebatch.fit import integers
 from rebatch.fit.error import FitError
 from rebatch.fit.program.live import freeze
 from rebatch.fit.tried import GoOn, Request, Tried
@@ -53,7 +55,7 @@ class Reply:
 
     def failed(self, text: str) -> NoReturn:
         """`text` is a traceback."""
-        self._say(text, 1)
+        self._say([text, integers.start().read_at], 1)
 
     def _say(self, what: Any, code: int) -> NoReturn:
         try:
@@ -67,13 +69,15 @@ def _become_copy() -> None:
     """After a fork: the stand-in has no driver that would mind, and no other thread is left."""
     torch.cuda._is_in_bad_fork = lambda: False
     torch.set_num_threads(1)
+    integers.start()
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
 
 
 def limit(device: torch.device, request: Request) -> None:
-    """From now on the process has the memory that is asked for."""
+    """From now on the process has the memory and reads the integers that are asked for."""
+    integers.start().reads_others = request.reads_others
     standin().standin_set_memory(device.index or 0, request.room)
     if request.installs:
         from rebatch.torch.allocator.install import install
@@ -101,6 +105,17 @@ def ooms(device: torch.device) -> int:
     from rebatch.torch.allocator.install import stats
 
     return native + int(stats(device)["ooms"])
+
+
+def taken(device: torch.device) -> Dict[str, Any]:
+    """What a try has asked of the allocator, and where it has read integers that only a kernel
+    would know: members of Tried."""
+    size = int(torch.cuda.memory_stats(device)["requested_bytes.all.allocated"])
+    if is_installed():
+        from rebatch.torch.allocator.install import stats
+
+        size += int(stats(device)["allocated_total_bytes"])
+    return {"asked": size, "read_at": integers.start().read_at}
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -148,10 +163,26 @@ def asked(work: Callable[[Reply], None], size: int) -> Any:
             f"rebatch: a micro-batch of {size} ended {how}: expected a training that runs on the "
             "stand-in for CUDA"
         )
-    raise _failure(json.loads(text), size)
+    said, read_at = json.loads(text)
+    raise _failure(said, read_at, size)
 
 
-def _failure(said: str, size: int) -> FitError:
+def refused_gpu(said: str) -> Optional[FitError]:
+    """Where a traceback is of a program that asks for another GPU."""
+    if "invalid device ordinal" not in said:
+        return None
+    lines = re.findall(r'File "(.+)", line (\d+)', said)
+    path, line = next((p for p in reversed(lines) if not integers.is_of_packages(p[0])), lines[-1])
+    return FitError(
+        f"rebatch: {integers.place(path, line)}: the program asks for another GPU than cuda:0: "
+        "expected one process on one GPU; with --ranks N it is one of N"
+    )
+
+
+def _failure(said: str, read_at: str, size: int) -> FitError:
+    refused = refused_gpu(said)
+    if refused:
+        return refused
     sys.stderr.write(said)
     lines = said.strip().splitlines()
     last = next((line for line in reversed(lines) if not line.startswith("rebatch: ")), lines[-1])
@@ -165,5 +196,5 @@ def _failure(said: str, size: int) -> FitError:
         return FitError(sentence)
     return FitError(
         f"rebatch: a micro-batch of {size} failed: {last}; kernels compute nothing here, so what "
-        "is on the GPU is 0"
+        "is on the GPU is 0" + f"; {read_at} has read integers of it" * bool(read_at)
     )

@@ -17,8 +17,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten
 
+from rebatch.fit import integers
 from rebatch.fit.error import FitError
-from rebatch.fit.integers import Integers
 from rebatch.fit.program import copies
 from rebatch.fit.program.batches import Growth, Transfers, is_batch
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
@@ -69,6 +69,16 @@ class Watch:
         self._wrap_module()
         self._wrap_loader()
         register_optimizer_step_post_hook(self._steps)
+        integers.start()
+        self._hook, sys.excepthook = sys.excepthook, self._raised
+
+    def _raised(self, kind: Any, error: BaseException, trace: Any) -> None:
+        """The program ends before it is tried."""
+        asked = os.environ.get("REBATCH_FIT")
+        refused = copies.refused_gpu("".join(traceback.format_exception(kind, error, trace)))
+        if asked and refused:
+            answer_and_exit(asked, lambda _: _raise(refused))
+        self._hook(kind, error, trace)
 
     def _wrap_module(self) -> None:
         plain = torch.nn.Module.__call__
@@ -178,9 +188,7 @@ class Watch:
         return self._try is not None and self._loader is loader
 
 
-_UNKNOWN = (
-    "the tensors of a batch have no first dimension in common, and count as 1 sample"
-)
+_UNKNOWN = "the tensors of a batch have no first dimension in common, and count as 1 sample"
 _VARIED = (
     "A sample is one of the first dimension, {} in the program, of the tensors that its model is "
     "called with."
@@ -203,6 +211,10 @@ def _line_of(loop: _Loop, search: Search) -> Tuple[Optional[Line], str]:
             continue
         return (line, "") if line.each > 0 else (None, "the peak does not grow with it")
     return None, said
+
+
+def _raise(error: FitError) -> NoReturn:
+    raise error
 
 
 def _trains(module: torch.nn.Module) -> bool:
@@ -292,7 +304,6 @@ class _Try:
         torch.cuda.empty_cache()
         copies.limit(self._device, request)
         copies.restart(self._device)
-        Integers().__enter__()  # type: ignore[no-untyped-call]
         if self._growth:
             Transfers(self._growth).__enter__()  # type: ignore[no-untyped-call]
         atexit.register(self._end)
@@ -366,6 +377,7 @@ class _Try:
                 libraries=library.standin_libraries(),
                 held=self._held(),
                 passes=self._passes_before,
+                **copies.taken(self._device),
             )
         )
 

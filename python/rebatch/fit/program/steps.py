@@ -12,7 +12,6 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional
 
 import torch
 
-from rebatch.fit.integers import Integers
 from rebatch.fit.program import copies
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.program.live import live
@@ -123,8 +122,7 @@ class _Round(_Calls):
         samples = training.program.cut.length(batch)
         sizes = dataclasses.astuple(sizes_of(training, batch))
         self._found.setdefault(at, (at, samples, sizes))
-        with Integers():
-            return type(training)._run(training, batch)  # type: ignore[no-any-return]
+        return type(training)._run(training, batch)  # type: ignore[no-any-return]
 
     def finish(self) -> NoReturn:
         self.reply.says(list(self._found.values()))
@@ -145,10 +143,9 @@ class _Together(_Calls):
 
     def runs(self, at: int, training: Any, batch: Any) -> torch.Tensor:
         self._note_peak()
-        with Integers():
-            varied = self._attempts[at].batch_of(batch)
-            self._batch_bytes = max(self._batch_bytes, bytes_of(device_tensors(varied)))
-            ran: Any = self._attempts[at].pass_on(varied)
+        varied = self._attempts[at].batch_of(batch)
+        self._batch_bytes = max(self._batch_bytes, bytes_of(device_tensors(varied)))
+        ran: Any = self._attempts[at].pass_on(varied)
         self._peak = max(self._peak, ran.report.peak_bytes)
         if ran.report.ooms:
             self._tell_oom()
@@ -176,6 +173,7 @@ class _Together(_Calls):
                 reserved=library.standin_peak(self._device.index or 0, False),
                 libraries=library.standin_libraries(),
                 held=held_by(self._attempts, self._batch_bytes),
+                **copies.taken(self._device),
             )
         )
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from rebatch.fit.error import FitError
-from rebatch.fit.integers import Integers
 from rebatch.fit.program import copies
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.rows import Search, answer_of, rooms_of
@@ -113,6 +112,7 @@ class Attempt:
             libraries=library.standin_libraries(),
             held=held_by([self], bytes_of(device_tensors(batch))),
             tags=_grown(tagged, _tagged(device)),
+            **copies.taken(device),
         )
 
     def _update(self) -> None:
@@ -186,11 +186,10 @@ def _work(training: Training, batch: Any, request: Request) -> Tried:
     """A try, in this process."""
     device = training.program.device
     copies.limit(device, request)
-    with Integers():
-        attempt = Attempt(training, request.size, request.level)
-        tried = attempt.batch_of(batch, frees=True)
-        copies.restart(device)
-        return attempt.run(tried)
+    attempt = Attempt(training, request.size, request.level)
+    tried = attempt.batch_of(batch, frees=True)
+    copies.restart(device)
+    return attempt.run(tried)
 
 
 # ---- in the program's process ----
