@@ -165,6 +165,12 @@ def on_standin(test):
     return pytest.mark.night(pytest.mark.skipif(not has_cuda, reason="needs CUDA")(test))
 
 
+@on_standin
+def test_standin_is_built_once_for_each_version_of_pytorch():
+    version = versions_of(sys.executable)[0]
+    assert library(sys.executable, version) == library("/elsewhere/python3", version)
+
+
 # About a quarter of a MiB of activations for each sample.
 MODEL = """
 import sys

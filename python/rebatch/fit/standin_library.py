@@ -44,9 +44,11 @@ def versions_of(python: str) -> tuple[str, str]:
 
 
 def library(program: str, needs: str) -> pathlib.Path:
-    """The library to preload for a compiled program, or for a Python and its PyTorch, built if it
-    is not there yet for what the program needs (about ten seconds). Raises FitError."""
-    digest = hashlib.sha256(repr((needs, os.path.realpath(program))).encode())
+    """The library to preload for a compiled program, or for a PyTorch, whichever Python has it:
+    built if it is not there yet for what the program needs (about ten seconds). Raises FitError."""
+    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(program))
+    whose = "" if is_python else os.path.realpath(program)
+    digest = hashlib.sha256(repr((needs, whose)).encode())
     for file in sorted(FOLDER.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
     target = _cache() / f"standin-{digest.hexdigest()[:16]}"
