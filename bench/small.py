@@ -5,13 +5,14 @@ one process. Prints one JSON object a training.
     python3 bench/small.py               # times, on a GPU if there is one
     python3 bench/small.py --install     # with rebatch's pool
     python3 bench/small.py --reserved    # memory that PyTorch reserves, with graphs and without
-    python3 bench/small.py --calls       # calls of Python and C functions a step beyond plain
+    python3 bench/small.py --calls       # a step beyond plain: calls, microseconds of the host
 
-The counts do not depend on the machine. Needs the package rebatch; docs/benchmarks.md has the
-results."""
+The counts are those of Python and C functions, and do not depend on the machine. The microseconds
+are CPU time of the process on one thread, with few samples of narrow models, so that kernels take
+little; `goal_us` is 100 a step, 40 a micro-batch and 0.2 a parameter or buffer. Needs the package
+rebatch; docs/benchmarks.md has the results."""
 
 import argparse
-import functools
 import gc
 import json
 import statistics
@@ -54,9 +55,9 @@ def resnet18():
 
 
 class Bert(nn.Module):
-    def __init__(self, width=768, layers=12):
+    def __init__(self, width=768, layers=12, words=30522):
         super().__init__()
-        self.words, self.positions = nn.Embedding(30522, width), nn.Embedding(512, width)
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(512, width)
         layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.1, "gelu", 1e-12, True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 2)
@@ -94,9 +95,9 @@ class Lstm(nn.Module):
         return self.head(self.cell(self.words(tokens))[0]).flatten(0, 1)
 
 
-def mlp():
-    layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(512, 10))
+def mlp(width=512):
+    layers = [part for _ in range(4) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
 def images(count, size):
@@ -127,6 +128,11 @@ TRAININGS = {
     "lstm": (Lstm, lambda n: tokens(n, 64, 1000), 64, False),
     "gpt2": (lambda: Gpt(768, 12, 1024, 50304), lambda n: tokens(n, 1024, 50304), 16, True),
 }
+# With as many calls and less work, for --calls.
+NARROW = {
+    "mlp": (lambda: mlp(16), lambda n: (torch.randn(n, 16), torch.randint(0, 10, (n,)))),
+    "bert": (lambda: Bert(64, words=64), lambda n: labelled(n, 8, 64)),
+}
 
 
 class Training:
@@ -134,7 +140,7 @@ class Training:
 
     def __init__(self, name, micros, device, samples=0):
         make, make_batch, count, is_half = TRAININGS[name]
-        make = functools.partial(Bert, 64) if samples and make is Bert else make  # as many calls
+        make, make_batch = NARROW.get(name, (make, make_batch)) if samples else (make, make_batch)
         torch.manual_seed(0)
         self.micros, self.device, self.is_half = micros, device, is_half and device == "cuda"
         self.batch = tuple(t.to(device) for t in make_batch(samples or count))
@@ -232,15 +238,29 @@ def calls_of(run):
     return seen
 
 
+def microseconds_beyond(training):
+    """CPU time of the process in a step beyond a plain loop's, where nothing else ran."""
+    found = {training.run_plain: [], training.run_step: []}
+    for _ in range(ROUNDS * STEPS):
+        for run, times in found.items():
+            begin = time.process_time_ns()
+            run()
+            times.append((time.process_time_ns() - begin) / 1e3)
+    plain, step = (sorted(times)[len(times) // 10] for times in found.values())
+    return round(step - plain)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(TRAININGS), help="trainings")
     parser.add_argument("--micros", type=int, nargs="*", default=[1, 4], help="micro-batches")
-    parser.add_argument("--calls", action="store_true", help="count calls, on the CPU")
+    parser.add_argument("--calls", action="store_true", help="calls and CPU time, on the CPU")
     parser.add_argument("--install", action="store_true", help="with rebatch's pool")
     parser.add_argument("--reserved", action="store_true", help="memory in place of times")
     given = parser.parse_args()
     device = "cpu" if given.calls or not torch.cuda.is_available() else "cuda"
+    if given.calls:
+        torch.set_num_threads(1)
     if given.install:
         rebatch.install()
     for name in given.names:
@@ -255,6 +275,8 @@ def main():
             if given.calls:
                 plain, step = calls_of(training.run_plain), calls_of(training.run_step)
                 found |= {"plain_calls": plain, "calls_beyond": step - plain}
+                goal = 100 + 40 * micros + 0.2 * found["tensors"]
+                found |= {"us_beyond": microseconds_beyond(training), "goal_us": round(goal)}
             else:
                 for key, waits in (("behind", False), ("waits", True)):
                     found[key] = times(training, waits)

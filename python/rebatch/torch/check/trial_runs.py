@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 
@@ -89,9 +89,9 @@ class _NoUpdate(Passes):
         return self._own.every_parameter()
 
     def with_gradients(
-        self, parameters: Sequence[Optional[torch.nn.Parameter]]
+        self, parameters: List[torch.nn.Parameter], need: List[bool]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
-        return self._own.with_gradients(parameters)
+        return self._own.with_gradients(parameters, need)
 
     def kept_bytes(self) -> int:
         return self._own.kept_bytes()

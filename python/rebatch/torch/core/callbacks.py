@@ -4,7 +4,7 @@ the update. Must not know how a session is opened, and what is said of a step.""
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Tuple, cast
 
 import torch
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # Batches in which all that loss_fn names is taken to get gradients.
 _LOOKS = 3
-_nothing: ContextManager[None] = contextlib.nullcontext()
 # What PyTorch raises, or an unpacking or assertion of the program.
 _MAY_BE_OF_THE_CUT = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
@@ -52,11 +51,16 @@ class Callbacks:
         self.is_applied = False  # the update of this batch
         self.failed_in_part = False  # loss_fn, for some of its samples, and not for memory
         self._running, self._ranks = running, ranks
-        self._session: Optional[Session] = None
+        self.session = cast(Session, None)  # the one that calls these
         self._own_accumulators = Accumulators()  # of a rank that trains alone
+        # Of the gradients, and what runs collectives: others once a window is left.
+        self.accumulators: Accumulators = self._own_accumulators
+        self._lockstep: Optional[Lockstep] = None
+        self._update: Passes = running.program.update
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._hooked: List[torch.nn.Parameter] = []  # of these, with hooks of the backward pass
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
+        self._own: List[torch.nn.Parameter] = []  # and the others, or all of them
         self.outside: List[
             Any
         ] = []  # what loss_fn gives gradients too, and the Step does not train
@@ -92,15 +96,9 @@ class Callbacks:
 
     # ---- who takes part ----
 
-    @property
-    def session(self) -> Session:
-        """The one that calls these."""
-        assert self._session is not None  # C calls within one
-        return self._session
-
     def use(self, session: Optional[Session]) -> None:
         """From now on this one calls them; None: it is closed."""
-        self._session = session
+        self.session = cast(Session, session)  # C calls within one
 
     def begin_graphs(self) -> None:
         """Of what runs, nothing is known and captured yet: loss_fn may be another."""
@@ -116,39 +114,34 @@ class Callbacks:
         running.generators = Generators(cuda_devices_of(tensors), program.generators)
         return [running.told, running.generators, self._update, running.undo]
 
-    @property
-    def accumulators(self) -> Accumulators:
-        """Of the gradients: other ones once a window is left."""
-        return self._ranks.accumulators if self._ranks else self._own_accumulators
-
-    @property
-    def _lockstep(self) -> Optional[Lockstep]:
-        return self._ranks.lockstep if self._ranks else None
-
-    @property
-    def _update(self) -> Passes:
-        return self._running.program.update
-
     # ---- a batch ----
 
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """A batch runs from now on: it is checked, and what it may change is looked for."""
         running = self._running
         self.failed_in_part = False
+        if self._ranks:
+            self.accumulators, self._lockstep = self._ranks.accumulators, self._ranks.lockstep
+        for each in (self.accumulators, self._others):
+            each.may_have_graph = self._update.may_keep_graph
         self._update.begin()
         once_more("length", running.begin, batch)
         self._accumulated, self.is_applied = 0, False
         self.session.saves_attempts = True
         running.loss = None
-        once_more("normalizer", running.weigh)
+        if running.program.normalizer:
+            once_more("normalizer", running.weigh)
+        else:
+            running.weigh()
         undo = running.undo
         running.told.begin()
         undo.begin(batch, is_training)
-        self._trained, self._kept = self._update.with_gradients(undo.tree.entries())
+        self._trained, self._kept = self._update.with_gradients(undo.parameters, undo.need_gradient)
         window = self._ranks.window if self._ranks else None
         if window:
             self._trained = window.trained()
             self._kept = window.shards() if self._update.is_of_program else []
+        self._own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
         if is_training and self._looks_outside:
             self._looks_outside -= 1
             own = set(map(id, self._trained))
@@ -173,7 +166,8 @@ class Callbacks:
 
     def begin_step(self) -> None:
         """The batch trains."""
-        self.ops.part = self._part if self._running.are_several else type(self._part)()
+        if bool(self.ops.part) is not self._running.are_several:
+            self.ops.part = self._part if self._running.are_several else type(self._part)()
         self.accumulators.keep_earlier(self._kept)
         if self.outside:
             self._others.keep_earlier(self.outside)
@@ -186,7 +180,7 @@ class Callbacks:
         running = self._running
         running.undo.end()
         running.end()
-        self._trained = self._kept = self._hooked = []
+        self._trained = self._kept = self._own = self._hooked = []
         self._extras, self._counts = [], []
         running.told.apart = ()
 
@@ -275,8 +269,8 @@ class Callbacks:
 
     def set_level(self, level: int) -> None:
         """Of `lighten`."""
-        if self._session and self._session.meter:
-            self._session.meter.measure_again()
+        if self.session and self.session.meter:
+            self.session.meter.measure_again()
         if self.graphs:
             self.graphs.drop()
         self.levels.set_level(level)
@@ -289,15 +283,12 @@ class Callbacks:
             self._run_nothing()
             return
         is_last = first + count == running.samples
-        self._begin_micro(count)
+        if self._is_whole and count < running.samples:  # the whole batch did not fit
+            self._begin_cut(True)
         # Without other ranks a sum of losses would be one more small block in the last pass.
         is_launching = bool(self._ranks) and is_last and running.program.is_fresh and not is_trial
         self._accumulate(first, count, is_launching)
         self._end_micro(first, count)
-
-    def _begin_micro(self, count: int) -> None:
-        if self._is_whole and count < self._running.samples:  # the whole batch did not fit
-            self._begin_cut(True)
 
     def _end_micro(self, first: int, count: int) -> None:
         """It is accumulated."""
@@ -316,7 +307,7 @@ class Callbacks:
     def _join_outputs(self) -> None:
         """Within a micro-batch, where an OOM is recovered from."""
         self.outputs = None
-        if any(extras is not None for extras in self._extras):
+        if [extras for extras in self._extras if extras is not None]:
             dim = self._running.program.cut.dim
             self.outputs = joined_where_it_fits(
                 lambda: joined(self._extras, self._counts, dim), self._extras
@@ -361,7 +352,10 @@ class Callbacks:
     def _take(self, loss: torch.Tensor, extras: Any, count: int) -> None:
         """A micro-batch has run, whose gradients are apart until here."""
         self._last_count = count
-        self._declare()
+        if self._lockstep:
+            self._declare_together(self._lockstep)
+        else:
+            lib.rebatch_mutating(self.session.rb)
         self.session.succeeded()
         self._add(loss)
         self._extras += (extras,)
@@ -375,7 +369,8 @@ class Callbacks:
         if count == 0:
             self._run_nothing()
             return
-        self._begin_micro(count)
+        if self._is_whole and count < self._running.samples:
+            self._begin_cut(True)
         self._begin_loss()
         give((count, self._running.part(first, count)))
 
@@ -399,7 +394,7 @@ class Callbacks:
         if self._ranks.are_all(True):
             lockstep.end_rehearsal()
         else:
-            self._declare()  # a rank that has failed says so in this vote
+            self._declare_together(lockstep)  # a rank that has failed says so in this vote
 
     def _explain(self, error: BaseException, first: int, count: int) -> None:
         """Where the micro-batch may be why: a state that modules carry on may have a row for each
@@ -435,7 +430,7 @@ class Callbacks:
             return self._pass_by_graph(self.graphs, first, count)
         loss, extras = running.weighted_loss(first, count, self._looked_at(first))
         self._go_backward(loss, first, count, is_launching)
-        return loss.detach(), kept(extras)
+        return loss.detach(), extras if extras is None else kept(extras)
 
     def _pass_by_graph(self, graphs: Graphs, first: int, count: int) -> Tuple[torch.Tensor, Any]:
         """The same: a replay, or a run without a graph."""
@@ -472,13 +467,20 @@ class Callbacks:
         if not (running.program.is_fresh or self._is_whole):
             lib.rebatch_mutating(self.session.rb)
             self.accumulators.expose(is_added_to=True)
-        total = self._with(loss.detach()) if is_launching else None
         noted = [(p, p._version) for p in self._hooked] if count < running.samples else []
-        with _nothing if total is None else self.accumulators.launching(total):
+        if is_launching:
+            with self.accumulators.launching(self._with(loss.detach())):
+                self._update.backward(loss)
+        else:
             self._update.backward(loss)
         if noted:
             refuse_stepped(listed(running.program.model), noted)
-        if first == 0 and not self._is_whole and (running.program.is_fresh or self._ranks):
+        if (
+            self._update.may_keep_graph
+            and first == 0
+            and not self._is_whole
+            and (running.program.is_fresh or self._ranks)
+        ):
             refuse_graphs(self._trained, self._ranks is not None)
 
     def _with(self, loss: torch.Tensor) -> torch.Tensor:
@@ -495,7 +497,7 @@ class Callbacks:
         if so_far is None or torch.float64 == loss.dtype != so_far.dtype:
             self._running.loss = self._with(loss)
         else:
-            so_far.add_(loss.to(so_far.device))
+            so_far.add_(loss if loss.device == so_far.device else loss.to(so_far.device))
         if self.outside:
             self._others.add()
         if self._is_whole:
@@ -508,8 +510,7 @@ class Callbacks:
     def _looked_at(self, first: int) -> List[torch.nn.Parameter]:
         """Parameters to which loss_fn must give no gradient: not those in no optimizer of the Step,
         which may be another's that loss_fn steps. All are looked at once in a batch."""
-        own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
-        return own[:1] if first else own
+        return self._own[:1] if first else self._own
 
     def put_back(self) -> None:
         """The gradients and the modules of a micro-batch that is not accumulated."""
@@ -517,14 +518,10 @@ class Callbacks:
         self._others.clear()
         self._running.undo.put_back(c.GuardPoint.ATTEMPT)
 
-    def _declare(self) -> None:
-        """The accumulators are about to change. In lockstep: if all ranks have run the
-        micro-batch."""
-        if not self._lockstep:
-            lib.rebatch_mutating(self.session.rb)
-            return
+    def _declare_together(self, lockstep: Lockstep) -> None:
+        """The accumulators are about to change, if all ranks have run the micro-batch."""
         status = lib.rebatch_mutating_together(self.session.rb)
-        self._lockstep.end_pass(status == c.Status.OK)
+        lockstep.end_pass(status == c.Status.OK)
         if status == c.Status.OK:
             return
         self.put_back()

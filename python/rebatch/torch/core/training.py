@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes as C
 import dataclasses
 import warnings
 from typing import (
@@ -76,6 +75,8 @@ class Training:
         found: Optional[Found] = None,
     ):
         self.running, self.ranks = running, ranks
+        self.program = running.program  # whose batches run
+        self._filled = c.StepReport()
         self._found = found or Found()  # by those before it, and by this one
         self.callbacks = Callbacks(running, ranks, cuts or self._found.cuts)
         self.session: Optional[Session] = None  # once it is open
@@ -97,11 +98,6 @@ class Training:
         self.callbacks.levels.wanted = found.level
         if not self.program.options.get("micro_start"):
             self._micro = found.micro
-
-    @property
-    def program(self) -> Program:
-        """Whose batches run."""
-        return self.running.program
 
     @property
     def micro(self) -> int:
@@ -216,12 +212,14 @@ class Training:
         raise error
 
     def _run(self, batch: Any) -> torch.Tensor:
-        if self.ranks and self.ranks.lockstep and isinstance(batch, Batches):
+        if not self.ranks:
+            return self._run_gathered(self.open(), batch)
+        if self.ranks.lockstep and isinstance(batch, Batches):
             raise ValueError(
                 "rebatch: batches= is given, and the model's parameters are not whole during a "
                 "step, so all ranks run the same micro-batches: expected one batch a call"
             )
-        if self.ranks and self.ranks.come_back(self.number, self._beside_bytes):
+        if self.ranks.come_back(self.number, self._beside_bytes):
             self.close()
         session = self.open()
         micro, level = self.micro, self.callbacks.levels.wanted
@@ -229,7 +227,7 @@ class Training:
             with self.gathered(Call.TRAINS):
                 return self._run_gathered(session, batch)
         except Exception as error:
-            said = self.ranks.go_on(error, self.number) if self.ranks else ""
+            said = self.ranks.go_on(error, self.number)
             if not said:
                 raise
         self.close()
@@ -245,7 +243,10 @@ class Training:
 
     def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
         with self.batch_runs(session, batch):
-            with self._comparing(session), self.quiet():
+            if self.ranks or self._compares():
+                with self._comparing(session), self.quiet():
+                    status, filled = self._call(session)
+            else:
                 status, filled = self._call(session)
             self.note_call(session, status, filled)
             self.callbacks.cuts.end()
@@ -287,10 +288,15 @@ class Training:
         if session.meter and session.meter.swallowed:
             self._tell_swallowed(session.meter)
 
+    def _compares(self) -> bool:
+        """Once a batch was cut, cuts are compared beside the micro-batches."""
+        is_done = self.callbacks.cuts.is_done or self.report.microbatches < 2
+        return not (is_done or self.running.are_several)
+
     def _comparing(self, session: Session) -> ContextManager[None]:
-        """Around a call: once a batch was cut, cuts are compared beside the micro-batches."""
+        """Around a call."""
         cuts = self.callbacks.cuts
-        if cuts.is_done or self.report.microbatches < 2 or self.running.are_several:
+        if not self._compares():
             return _nothing
         micro = int(lib.rebatch_get_micro(session.rb, self.running.samples))
         cuts.begin(self.running, self.number, self.report.micro, micro)
@@ -334,9 +340,8 @@ class Training:
         )
 
     def _call(self, session: Session) -> Tuple[int, c.StepReport]:
-        filled, ops = c.StepReport(), C.byref(self.callbacks.ops)
-        samples = self.running.samples
-        return session.call(lib.rebatch_step, ops, samples, None, C.byref(filled)), filled
+        ops, samples, filled = self.callbacks.ops, self.running.samples, self._filled
+        return session.call(lib.rebatch_step, ops, samples, None, filled), filled
 
     def _finish(self) -> None:
         self.outputs = self.callbacks.outputs

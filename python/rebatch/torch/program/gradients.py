@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
+import operator
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
@@ -24,18 +26,26 @@ if TYPE_CHECKING:
     from rebatch.torch.session.gpu_wait import Work  # needs a PyTorch with torch.distributed
 
 
+_is_there = functools.partial(operator.is_not, None)
+_strided = frozenset([torch.strided])
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
-def _taking(device: Optional[torch.device]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes a gradient one that stays. The next run of a CUDA graph of torch.compile
+def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+def _is_overwritten(device: Optional[torch.device]) -> bool:
+    """Whether a gradient stays only as a copy. The next run of a CUDA graph of torch.compile
     (mode="reduce-overhead") would write into the same memory; PyTorch's own accumulation is refused
     there."""
     trees = cudagraph_trees()
-    if trees and device and device.type == "cuda" and trees.get_manager(device.index, False):
-        return torch.clone
-    return lambda gradient: gradient
+    if not (trees and device and device.type == "cuda"):
+        return False
+    return bool(trees.get_manager(device.index, False))
 
 
 class Accumulators:
@@ -46,6 +56,7 @@ class Accumulators:
     exposed. Until then they stay as they are."""
 
     norm: Optional[torch.Tensor] = None  # of all gradients, where it is known
+    may_have_graph = True  # gradients, of a backward pass of the program's own
 
     def __init__(self) -> None:
         self._parameters: List[torch.nn.Parameter] = []
@@ -105,7 +116,7 @@ class Accumulators:
         """An effective batch begins that runs as a whole, with no gradients in .grad: those of its
         only backward pass stay there. False: they have to be taken."""
         device = parameters[0].device if parameters else None
-        if self._earlier or _taking(device) is torch.clone:
+        if self._earlier or _is_overwritten(device):
             return False
         self._parameters, self._sums, self._has_sum = list(parameters), [], []
         self._has_earlier = True
@@ -131,20 +142,20 @@ class Accumulators:
         for p in self._parameters:
             p.grad = None
 
-    @torch.no_grad()
     def expose(self, is_added_to: bool = False) -> None:
         """Put the sums into .grad, where an optimizer finds them, or autograd, which adds. Those of
         a whole batch are there."""
-        if not self._has_earlier:
+        if self._earlier and not self._has_earlier:
             have_graph = any(gradient.requires_grad for _, gradient in self._earlier)
             with torch.set_grad_enabled(have_graph):  # the sums then have it too
                 self._add_earlier(is_added_to)
+        self._has_earlier = True
         for p, total, has_sum in zip(self._parameters, self._sums, self._has_sum):
             if has_sum:
                 p.grad = total
 
     def _add_earlier(self, is_added_to: bool) -> None:
-        places = {id(p): i for i, p in enumerate(self._parameters)} if self._earlier else {}
+        places = {id(p): i for i, p in enumerate(self._parameters)}
         for p, earlier in self._earlier:
             i = places.get(id(p))
             if i is None or not self._has_sum[i]:
@@ -153,7 +164,6 @@ class Accumulators:
                 self._sums[i].add_(earlier)
             else:
                 self._sums[i] = self._sums[i] + earlier
-        self._has_earlier = True
 
     def given(self) -> List[torch.nn.Parameter]:
         """Those that have got a gradient in this batch."""
@@ -161,7 +171,7 @@ class Accumulators:
 
     def take_exposed(self) -> None:
         """After a backward pass that has added to the sums itself."""
-        take = self._taking()
+        take = self._taking() or _as_it_is
         for i, p in enumerate(self._parameters):
             gradient = p.grad
             if gradient is not None:
@@ -169,15 +179,37 @@ class Accumulators:
                 self._has_sum[i] = True
                 p.grad = None
 
-    @torch.no_grad()
     def add(self) -> None:
         """Add the gradients in .grad. Allocates nothing where they are dense."""
-        even = self._even_gradients()
-        if even:
-            self._add_each(self._sums, even)
-            self.clear()
+        if not self.may_have_graph:
+            self._add()
             return
-        sums, has_sum, take = self._sums, self._has_sum, self._taking()
+        with torch.no_grad():
+            self._add()
+
+    def _add(self) -> None:
+        if not self._add_even():
+            self._add_uneven()
+
+    def _add_even(self) -> bool:
+        """Whether each parameter has a gradient, and a dense sum or none has one, as in most
+        micro-batches. The layouts of the sums are asked once."""
+        found: List[Any] = [p.grad for p in self._parameters]
+        if not all(map(_is_there, found)):
+            return False
+        if not self._are_dense and all(self._has_sum):
+            self._are_dense = _strided.issuperset([total.layout for total in self._sums])
+        if self._are_dense:
+            self._add_each(self._sums, found)
+        elif any(map(_is_there, self._sums)) or self._taking():
+            return False
+        else:
+            self._sums, self._has_sum = found, [True] * len(found)
+        self.clear()
+        return True
+
+    def _add_uneven(self) -> None:
+        sums, has_sum, take = self._sums, self._has_sum, self._taking() or _as_it_is
         totals, added, places, copied = [], [], [], []
         for i, p in enumerate(self._parameters):
             gradient = p.grad
@@ -205,21 +237,12 @@ class Accumulators:
     def _add_each(self, totals: List[torch.Tensor], added: List[torch.Tensor]) -> None:
         foreach_add_(totals, added)
 
-    def _even_gradients(self) -> List[torch.Tensor]:
-        """Those of all parameters, where each has a dense one and a dense sum, as in most
-        micro-batches; else none. The layouts of the sums are asked once."""
-        if not self._are_dense:
-            self._are_dense = all(self._has_sum) and all(map(_is_dense, self._sums))
-        if not self._are_dense:
-            return []
-        found = [p.grad for p in self._parameters]
-        dense = [g for g in found if g is not None and g.layout is torch.strided]
-        return dense if len(dense) == len(found) else []
-
-    def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _taking(self) -> Optional[Callable[[torch.Tensor], torch.Tensor]]:
+        """What makes a gradient one that stays; None: all stay as they are."""
         if self.are_lent:
             return torch.clone
-        return _taking(self._parameters[0].device if self._parameters else None)
+        device = self._parameters[0].device if self._parameters else None
+        return torch.clone if _is_overwritten(device) else None
 
 
 class SharedAccumulators(Accumulators, abc.ABC):

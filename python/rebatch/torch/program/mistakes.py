@@ -112,14 +112,11 @@ def _refuse_line(caller: types.FrameType, offset: int, is_of_program: bool) -> N
 
 
 def refuse_gradients(
-    loss_name: str, models: Sequence[torch.nn.Module], trained: Sequence[torch.nn.Parameter]
-) -> None:
-    """ValueError where one of these parameters, which had no gradient before loss_fn ran, has one
-    now: it is not weighted by the part of the batch."""
-    found = {id(p) for p in trained if p.grad is not None}
-    if not found:
-        return
-    names = _names_of(models, found) or ["a parameter of the optimizer"]
+    loss_name: str, models: Sequence[torch.nn.Module], given: Sequence[torch.nn.Parameter]
+) -> NoReturn:
+    """ValueError for parameters that had no gradient before loss_fn ran, and have one now: it is
+    not weighted by the part of the batch."""
+    names = _names_of(models, set(map(id, given))) or ["a parameter of the optimizer"]
     raise ValueError(
         f"rebatch: {names[0]} got a gradient while {loss_name} ran, which counts once in each "
         f"micro-batch, whatever its size: expected {loss_name} to return the sum of its losses and "

@@ -9,7 +9,19 @@ import dataclasses
 import functools
 import itertools
 import threading
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple, cast
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    List,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    cast,
+)
 
 import torch
 
@@ -119,14 +131,14 @@ class Program:
         """What loss_fn returns of them: the loss, and what is beside it."""
         was_running, _loss_fn.is_running = _loss_fn.is_running, True
         try:
+            if self.autocast is None:
+                return split_result(self.loss_fn(self.model, samples))
             with self._autocasting():
                 return split_result(self.loss_fn(self.model, samples))
         finally:
             _loss_fn.is_running = was_running
 
     def _autocasting(self) -> ContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
         if isinstance(self.autocast, torch.dtype):
             return torch.autocast(self.device.type, dtype=self.autocast)
         context: Any = self.autocast
@@ -190,15 +202,17 @@ class Running:
 
     def part(self, first: int, count: int) -> Any:
         """These samples."""
-        batch, start, length = self.place(first)
-        if self.are_several and count < length:
-            self.program.cut.length(batch)  # by which its lists are read
+        batch, start, length = self._each[0], 0, self.samples
+        if len(self._each) > 1:
+            batch, start, length = self.place(first)
+            if count < length:
+                self.program.cut.length(batch)  # by which its lists are read
         part = self.program.cut.part(batch, first - start, count, length)
         return owned(part, torch.is_tensor) if self.undo.frees_batch else part
 
     def with_rest(self, first: int, count: int) -> int:
         """How many samples the micro-batch of `count` runs; 0: they ran with those before it."""
-        if not self.program.has_pairs:
+        if not (self.program.keeps_pairs and self.program.has_pairs):
             return count
         _, start, length = self.place(first)
         return with_rest(first - start, count, length)
@@ -239,16 +253,22 @@ class Running:
     ) -> torch.Tensor:
         """The loss of `count` samples by its part of the batch."""
         program = self.program
-        refuse_gradients(program.loss_name, listed(program.model), trained)
-        self._check(loss)
+        given = [p for p in trained if p.grad is not None]
+        if given:
+            refuse_gradients(program.loss_name, listed(program.model), given)
+        if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad):
+            self._refuse(loss)
         if self._is_first_loss:
             refuse_scaled(program.loss_name, loss, program.update.scaler_option)
             self._is_first_loss = False
+        weighted: torch.Tensor = loss
         if program.normalizer:
-            return cast(torch.Tensor, loss / self.divisor)
-        return cast(torch.Tensor, loss if count == self.total else loss * (count / self.total))
+            weighted = loss / self.divisor
+        elif count != self.total:
+            weighted = loss * (count / self.total)
+        return weighted
 
-    def _check(self, loss: Any) -> None:
+    def _refuse(self, loss: Any) -> NoReturn:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -260,8 +280,7 @@ class Running:
                 f"{'sum' if self.program.normalizer else 'mean'} over the samples, as its result "
                 "or as the first of two"
             )
-        if not loss.requires_grad:
-            raise ValueError(
-                "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
-                "parameters, and no torch.no_grad() around it"
-            )
+        raise ValueError(
+            "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
+            "parameters, and no torch.no_grad() around it"
+        )

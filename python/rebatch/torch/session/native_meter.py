@@ -65,7 +65,9 @@ class NativeMeter:
         self._steps: Dict[tuple[Any, ...], int] = {}  # that were measured, by their kinds
         self._is_measuring = self._is_measuring_step = self._reads_once = False
         self._kept: Optional[dict[Any, Any]] = None  # the figures that were read last
-        self._is_fresh = False  # in this step
+        self._was_asked = False  # in this step, what is available: _kept is of now
+        self._most = 0  # that could be allocated in all when the device was asked in this step
+        self._reading = c.MeterReading()
         self._retries_at_begin = 0
         self.asked_bytes = 0
         self.has_failed = False  # the callback that runs
@@ -93,9 +95,9 @@ class NativeMeter:
         times = self._steps.get(kind, 0)
         self._is_measuring_step = times < _MEASUREMENTS
         self._reads_once = times >= _ALIKE_STEPS
-        if not (self._reads_once and self._is_fresh):
+        if not (self._reads_once and self._was_asked):
             self._kept = None
-        self._is_fresh = False
+        self._was_asked, self._most = False, 0
         if not self._reads_once:
             self._steps[kind] = times + 1
 
@@ -119,30 +121,33 @@ class NativeMeter:
             reset_peak_memory_stats(self._device.index)
 
     def _read(self, out: Any, _user: Any) -> int:
-        statistics = self._kept or self._statistics()
-        retries = statistics["num_alloc_retries"]
-        if self._reads_once and not self._is_measuring:
-            self._kept = statistics
-            self._is_fresh = True
-        allocated = statistics["allocated_bytes"]["all"]
-        out[0].live_bytes = allocated["current"]
-        is_begin = self.live_at_begin < 0  # C reads the figures at once
-        if is_begin:
-            self.live_at_begin = allocated["current"]
-            self.ooms_at_begin = statistics["num_ooms"]
-        elif not self.has_failed:
-            self.swallowed += max(0, statistics["num_ooms"] - self.ooms_at_begin)
-            self.ooms_at_begin = statistics["num_ooms"]
-        # Those of a step that reads once are counted in the next one.
-        out[0].retries = 0 if is_begin else retries - self._retries_at_begin
-        if not (is_begin and self._reads_once):
+        statistics = self._kept
+        if statistics is None or self._is_measuring:
+            statistics = self._statistics()
+            self._kept = statistics if self._reads_once and not self._is_measuring else None
+            self._fill(statistics, self._is_measuring)
+        ooms, retries = statistics["num_ooms"], statistics["num_alloc_retries"]
+        out[0] = self._reading
+        if self.live_at_begin < 0:  # C reads the figures at once
+            self.live_at_begin, self.ooms_at_begin = self._reading.live_bytes, ooms
+            if not self._reads_once:  # else those of a step are counted in the next one
+                self._retries_at_begin = retries
+            return 0
+        if not self.has_failed:
+            self.swallowed += max(0, ooms - self.ooms_at_begin)
+            self.ooms_at_begin = ooms
+        if retries != self._retries_at_begin or self.asked_bytes:
+            out[0].retries, out[0].asked_bytes = retries - self._retries_at_begin, self.asked_bytes
             self._retries_at_begin = retries
-        out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
-        reserved = statistics["reserved_bytes"]["all"]
-        out[0].reserved_bytes = reserved["current"]
-        out[0].reserved_peak_bytes = reserved["peak"] if self._is_measuring else 0
-        out[0].asked_bytes = self.asked_bytes
-        return c.Status.OK
+        return 0
+
+    def _fill(self, statistics: dict[Any, Any], has_peak: bool) -> None:
+        """What C is to read."""
+        allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]
+        reading, reserved = self._reading, reserved["all"]
+        reading.live_bytes, reading.reserved_bytes = allocated["current"], reserved["current"]
+        reading.peak_bytes = allocated["peak"] if has_peak else 0
+        reading.reserved_peak_bytes = reserved["peak"] if has_peak else 0
 
     def _outside(self, _user: Any) -> int:
         """0 where the limit of this process comes first."""
@@ -154,18 +159,29 @@ class NativeMeter:
     def available_bytes(self) -> int:
         """Memory that can be allocated, but for what is promised."""
         statistics = self._statistics()
-        if self._reads_once:
-            self._kept, self._is_fresh = statistics, True
-        allocated = statistics["allocated_bytes"]["all"]["current"]
-        reserved = statistics["reserved_bytes"]["all"]["current"]
+        return self._left(statistics, self._most_bytes(statistics))
+
+    def _most_bytes(self, statistics: dict[Any, Any]) -> int:
+        """That can be allocated in all, by what the device has."""
         free, total = torch.cuda.mem_get_info(self._device)
-        limit = int(total * memory_fraction(self._device.index))
-        there = min(free + reserved - allocated, limit - allocated)
-        return int(max(0, there - self.promised_bytes))
+        reserved = int(statistics["reserved_bytes"]["all"]["current"])
+        return min(free + reserved, int(total * memory_fraction(self._device.index)))
+
+    def _left(self, statistics: dict[Any, Any], most: int) -> int:
+        allocated = statistics["allocated_bytes"]["all"]["current"]
+        return int(max(0, most - allocated - self.promised_bytes))
 
     def _available(self, out: Any, _user: Any) -> int:
-        out[0] = self.available_bytes()
-        return c.Status.OK
+        """A step that reads once asks the device once too: PyTorch's figures change with each
+        micro-batch, and the device's with other processes."""
+        statistics = self._statistics()
+        if not (self._reads_once and self._most):
+            self._most = self._most_bytes(statistics)
+        out[0] = self._left(statistics, self._most)
+        if self._reads_once:
+            self._kept, self._was_asked = statistics, True
+            self._fill(statistics, has_peak=False)
+        return 0
 
     def _release(self, _user: Any) -> int:
         before = self._reserved_bytes()

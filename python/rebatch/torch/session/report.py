@@ -166,8 +166,9 @@ def report_of(
     filled: c.StepReport, samples: int, ranks: Tuple[int, ...], knows_time: bool, replayed: int
 ) -> Report:
     """knows_time: a step of so many samples had no OOM."""
-    return Report(
-        **_counts_of(filled, samples),
+    report = object.__new__(Report)  # a frozen dataclass sets one field after another
+    report.__dict__.update(
+        _counts_of(filled, samples),
         lost_is_least=filled.ooms > 0 and not knows_time,
         step=filled.step,
         learned=filled.learned,
@@ -177,3 +178,4 @@ def report_of(
         ranks=ranks,
         replayed=replayed,
     )
+    return report

@@ -35,6 +35,7 @@ _LEFT_BYTES = 1 << 20
 # program's garbage takes some 0.2 s.
 _WORKSPACES_BYTES = 64 << 20
 
+_STEP = int(c.GuardPoint.STEP)
 _log_levels = {level.name.lower(): level for level in c.LogLevel}
 _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
@@ -193,6 +194,7 @@ class Session:
         self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
+        self._list_calls()
         self.saves_attempts = True  # False: nothing that guards save changes in the next callback
         self.modes = Modes(tuple({"cpu", device.type}))
         self._is_saved = True  # what there was before the callback that runs
@@ -225,6 +227,7 @@ class Session:
         self.rb = opened.value
         self._close = weakref.finalize(self, _close, self.rb, dry.value, options)
         self.raise_failure(status)
+        self._pool, self._stats = lib.rebatch_get_pool(self.rb), c.PoolStats()
 
     def close(self) -> None:
         self._close()
@@ -246,41 +249,49 @@ class Session:
             self.keep_error(error)
 
     def _save(self, point: int, _user: Any) -> int:
-        self._is_saved = self.saves_attempts or point == c.GuardPoint.STEP
-        return self._run_guard("save", point) if self._is_saved else int(c.Status.OK)
+        self._is_saved = self.saves_attempts or point == _STEP
+        return self._run_guards(self._saves, point) if self._is_saved else 0
 
     def _restore(self, point: int, _user: Any) -> int:
-        is_saved = self._is_saved or point == c.GuardPoint.STEP
-        return self._run_guard("restore", point) if is_saved else int(c.Status.OK)
+        if not (self._is_saved or point == _STEP):
+            return 0
+        self._said = c.last_error()  # a guard may fail to allocate
+        return self._run_guards([guard.restore for guard in self._guards], point)
 
-    def _run_guard(self, action: str, point: int) -> int:
-        status = c.Status.OK
-        if action == "restore":
-            self._said = c.last_error()  # a guard may fail to allocate
-        for guard in self._guards:  # each gets its try
+    def _run_guards(self, calls: Sequence[Callable[[int], Any]], point: int) -> int:
+        status = 0
+        for call in calls:  # each gets its try
             try:
-                getattr(guard, action)(point)
+                call(point)
             except BaseException as error:
                 is_new = self.error is not None and str(error) != str(self.error)
                 if is_new and isinstance(error, c.Error):
                     warnings.warn(str(error), RuntimeWarning, stacklevel=user_stacklevel())
                 self.keep_error(error)
-                status = c.Status.E_USER
+                status = int(c.Status.E_USER)
         return status
+
+    def _list_calls(self) -> None:
+        self._saves = [guard.save for guard in self._guards]
+        # Where nothing is learned, there is no such function.
+        learning = (getattr(guard, "succeeded", None) for guard in self._guards)
+        self._succeeded = [succeeded for succeeded in learning if succeeded]
 
     def succeeded(self) -> None:
         """An attempt has: the guards learn what it changed."""
-        for guard in self._guards:
-            guard.succeeded()
+        for call in self._succeeded:
+            call()
 
     @contextlib.contextmanager
     def guarding(self, guard: Any) -> Iterator[None]:
         """Within it there is one guard more, the last."""
         self._guards.append(guard)
+        self._list_calls()
         try:
             yield
         finally:
             self._guards.remove(guard)
+            self._list_calls()
 
     def keep_error(self, error: BaseException) -> None:
         """Of a callback: it ends the call of C, and comes out of it."""
@@ -292,7 +303,8 @@ class Session:
 
     def enter(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of C that runs callbacks, as a part of a call: what it returns."""
-        return interrupts.call(self.keep_error, function, self.rb, *arguments)
+        with phases.marked_by_session:
+            return interrupts.call(self.keep_error, function, self.rb, *arguments)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> int:
         """Call a function of C that runs callbacks: its status."""
@@ -314,13 +326,12 @@ class Session:
         begun = self.figures()
         try:
             try:
-                with phases.marked_by_session:
-                    body(*arguments)
+                body(*arguments)
             except BaseException as error:
                 self.modes.put_back()
                 status = self.status_of(error, begun)
             else:
-                return c.Status.OK
+                return 0
             if status == c.Status.OOM:
                 self.collect(begun[0])  # here, where no exception is being handled
         except BaseException as error:
@@ -368,8 +379,8 @@ class Session:
         return self._pool_stats().live_bytes if self.is_pooled else 0
 
     def _pool_stats(self) -> c.PoolStats:
-        stats = c.PoolStats()
-        lib.rebatch_pool_get_stats(C.byref(stats), lib.rebatch_get_pool(self.rb))
+        stats = self._stats
+        lib.rebatch_pool_get_stats(stats, self._pool)
         return stats
 
     def _oom_count(self) -> int:
@@ -383,7 +394,7 @@ class Session:
         if self.meter:
             return self.meter.available_bytes()
         available = C.c_size_t()
-        c.check(lib.rebatch_pool_available(C.byref(available), lib.rebatch_get_pool(self.rb)))
+        c.check(lib.rebatch_pool_available(C.byref(available), self._pool))
         return available.value
 
     def collect(self, live_before: int, seconds: float = _LET_GO_SECONDS) -> None:

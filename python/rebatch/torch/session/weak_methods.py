@@ -17,12 +17,15 @@ def weakly(method: Callable[..., Any], gone: Any = _RAISES) -> Callable[..., Any
     C needs `gone`: no exception passes through it, and the 0 that ctypes makes of one is success
     for a callback with a status. A call of C that runs callbacks holds their object, so this is met
     only where somebody has kept a table of callbacks for longer."""
-    found, name = weakref.WeakMethod(method), getattr(method, "__qualname__", repr(method))
+    bound: Any = method
+    owner, function = weakref.ref(bound.__self__), bound.__func__
+    name = getattr(method, "__qualname__", repr(method))
+    del bound, method
 
     def call(*arguments: Any) -> Any:
-        bound = found()
-        if bound is not None:
-            return bound(*arguments)
+        found = owner()
+        if found is not None:
+            return function(found, *arguments)
         if gone is _RAISES:
             raise ReferenceError(
                 f"rebatch: {name}() was called when its object was gone: expected an owner that "

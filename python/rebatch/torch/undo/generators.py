@@ -94,7 +94,7 @@ class Generators:
     def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
         self._devices = list(devices)
         self._others = list(others)
-        self._always: List[Functions] = [(torch.get_rng_state, torch.set_rng_state)]
+        self._always: List[Functions] = [functions_of(torch.default_generator)]
         self._always += [functions_of(generator) for generator in others]
         self._has_devices = not self._devices  # their generators are there once CUDA is initialized
         self._used: Dict[str, Functions] = {}
@@ -128,7 +128,9 @@ class Generators:
             self._states[point] = self._states[GuardPoint.STEP]
             return
         maybe = self._maybe()
-        each = [*self._always, *self._used.values(), *maybe.values()]
+        each = self._always
+        if maybe or self._used:
+            each = [*each, *self._used.values(), *maybe.values()]
         self._states[point] = [(put, get()) for get, put in each]
         self._maybe_at_begin = maybe
         self._is_fresh = point == GuardPoint.STEP

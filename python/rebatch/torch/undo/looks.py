@@ -92,17 +92,20 @@ class Look:
 class Flags:
     """Which modules train, and which parameters need a gradient, at one point."""
 
-    def __init__(self, tree: Tree):
-        self._modules = tree.modules
-        self._parameters = [p for p in tree.entries() if p is not None]
-        self._modes = [module.training for module in self._modules]
-        self._needs_gradient = [p.requires_grad for p in self._parameters]
+    def __init__(
+        self,
+        modules: List[torch.nn.Module],
+        parameters: List[torch.nn.Parameter],
+        need_gradient: List[bool],
+    ):
+        self._modules, self._parameters, self._need_gradient = modules, parameters, need_gradient
+        self._modes = [module.training for module in modules]
 
     def put_back(self) -> None:
         for module, is_training in zip(self._modules, self._modes):
             if module.training is not is_training:
                 module.training = is_training
-        for p, needs_gradient in zip(self._parameters, self._needs_gradient):
+        for p, needs_gradient in zip(self._parameters, self._need_gradient):
             if p.requires_grad is not needs_gradient:
                 p.requires_grad_(needs_gradient)
 

@@ -158,6 +158,9 @@ class Undo:
         self._looks: Dict[int, Look] = {}  # where everything is looked at
         self._entries: Dict[int, Saved] = {}
         self._flags: Optional[Flags] = None  # where it is not
+        # The modules' parameters when the step began, some more than once, and who needs gradients.
+        self.parameters: List[torch.nn.Parameter] = []
+        self.need_gradient: List[bool] = []
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
         # What is not known yet.
         self._attempt: Optional[_Attempt] = None
@@ -189,6 +192,7 @@ class Undo:
         """Before a step or an evaluation. May run out of memory."""
         if self.tree.refresh():  # of new modules nothing is known
             self._know_nothing()
+        self._look_at_parameters()
         self._given, self._batch = batch, []
         if self.frees_batch:
             self._known_in_batch.clear()  # it is not reached any more
@@ -199,6 +203,13 @@ class Undo:
         self._told.clear()
         self._know_own()
         self._find_copied()
+
+    def _look_at_parameters(self) -> None:
+        self.parameters = [p for p in self.tree.entries() if p is not None]
+        self.need_gradient = [p.requires_grad for p in self.parameters]
+
+    def _flags_now(self) -> Flags:
+        return Flags(self.tree.modules, self.parameters, self.need_gradient)
 
     def end(self) -> None:
         """After it: nothing of the step is held."""
@@ -302,7 +313,7 @@ class Undo:
         if self.is_looking:
             self._look_at(point)
         elif point == GuardPoint.STEP:
-            self._flags = Flags(self.tree)
+            self._flags = self._flags_now()
         if self._moving:
             self._find_copied()
             self._entries[point] = Saved(self._moving.values())
@@ -503,7 +514,8 @@ class Undo:
             if self.tree.refresh():
                 self._know_nothing()
             if flags:
-                self._flags = Flags(self.tree)
+                self._look_at_parameters()
+                self._flags = self._flags_now()
             if look and before:
                 look.held.accept(before.held, self.tree.take())
                 now = {id(t): mark_of(t) for t in before.changed()}

@@ -3,7 +3,6 @@ scheduler.step(), clipping. And what an optimizer does not do that a Step asks i
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from typing import Any, Callable, Iterable, Iterator, MutableMapping, Optional
@@ -20,8 +19,19 @@ def _with_gradients(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     return (p for p in parameters if p.grad is not None)
 
 
-def _first_gradient(optimizer: Any) -> Optional[torch.Tensor]:
-    return next((p.grad for p in _with_gradients(optimizer)), None)
+def _first_with_gradient(optimizer: Any) -> Optional[torch.nn.Parameter]:
+    """The first of its parameters that has one."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                found: torch.nn.Parameter = p
+                return found
+    return None
+
+
+def first_gradient(optimizer: Any) -> Optional[torch.Tensor]:
+    first = _first_with_gradient(optimizer)
+    return None if first is None else first.grad
 
 
 class _Watch:
@@ -35,7 +45,7 @@ class _Watch:
         )
 
     def note_update(self, optimizer: Any) -> None:
-        gradient = _first_gradient(optimizer)
+        gradient = first_gradient(optimizer)
         self._applied = None if gradient is None else weakref.ref(gradient)
 
     def before_step_within(self, *_: Any) -> None:
@@ -51,7 +61,7 @@ class _Watch:
         given = [*arguments[1:], *keywords.values()]
         if any(value is not None for value in given):  # a closure makes the gradients
             return
-        gradient = _first_gradient(optimizer)
+        gradient = first_gradient(optimizer)
         if gradient is not None and gradient is self._applied():
             self._has_warned = True
             warnings.warn(
@@ -82,19 +92,20 @@ def own_step(optimizer: Any, step: Callable[[], Any]) -> bool:
     """Call the step() of an optimizer for a Step. Whether it did anything: a parameter has changed,
     or PyTorch's own step() has run, which may write through .data."""
     watch = _watch_of(optimizer)
-    first = [(p, p._version) for p in itertools.islice(_with_gradients(optimizer), 1)]
+    first = _first_with_gradient(optimizer)
+    version = None if first is None else first._version
     watch.is_own, watch.has_stepped = True, False
     try:
         step()
         watch.note_update(optimizer)
     finally:
         watch.is_own = False
-    return watch.has_stepped or all(p._version != version for p, version in first)
+    return watch.has_stepped or first is None or first._version != version
 
 
 def own_zero_grad(optimizer: Any) -> None:
     """Call its zero_grad(). ValueError where that did nothing."""
-    parameter = next(_with_gradients(optimizer), None)
+    parameter = _first_with_gradient(optimizer)
     first = None if parameter is None else parameter.grad
     version = None if first is None else first._version
     optimizer.zero_grad(set_to_none=True)

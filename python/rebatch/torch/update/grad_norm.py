@@ -7,6 +7,8 @@ from typing import Any, Optional
 
 import torch
 
+from rebatch.torch.update.double_updates import first_gradient
+
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -21,9 +23,7 @@ class GradNorm:
         self._update = weakref.ref(update)
         first = None
         if found is None:
-            groups = (group for optimizer in update.optimizers for group in optimizer.param_groups)
-            every = (p.grad for group in groups for p in group["params"])
-            first = next((gradient for gradient in every if gradient is not None), None)
+            first = next((g for g in map(first_gradient, update.optimizers) if g is not None), None)
         self._version = 0 if first is None else first._version
         self._first = None if first is None else weakref.ref(first)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import weakref
 from typing import (
     Any,
@@ -49,6 +50,11 @@ def inner_optimizer(optimizer: Any) -> Any:
     while type(optimizer).__module__ == "accelerate.optimizer" and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def are_same(ones: List[Any], others: List[Any]) -> bool:
+    """Whether two lists have the same objects: tensors are not compared."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 def parameters_of(optimizers: Iterable[Any]) -> List[torch.nn.Parameter]:
@@ -134,7 +140,9 @@ class Passes:
         self.take_backward(backward)
         # Groups of each optimizer and what they have, at the points of guards.
         self._groups: Dict[int, List[Tuple[Any, List[Tuple[Any, Any]]]]] = {}
-        self._known: Any = None  # the parameters of which with_gradients() was asked last
+        # What with_gradients() was asked last, and of the cleared ones those that no model has.
+        self._asked: Tuple[List[Any], List[Any], List[bool]] = ([], [], [])
+        self._apart: List[Tuple[Any, bool]] = []
         self._with_gradients: Tuple[List[Any], List[Any]] = ([], [])
         # In place of PyTorch's ways, which make collectives of their own for DTensors.
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
@@ -151,6 +159,8 @@ class Passes:
                 f"rebatch: backward is of type {type(backward).__name__}: expected a function "
                 "backward(loss), such as accelerator.backward, or a torch.amp.GradScaler"
             )
+        # Whether gradients may have a graph of their own, of a function of the program.
+        self.may_keep_graph = self.scales is None and backward is not None
         self._backward: Callable[[torch.Tensor], Any] = backward or torch.Tensor.backward
 
     # ---- what an attempt changes ----
@@ -161,9 +171,6 @@ class Passes:
             (o.param_groups, [(group, {**group}) for group in o.param_groups])
             for o in self.optimizers
         ]
-
-    def succeeded(self) -> None:
-        """What an attempt has changed there stays."""
 
     def restore(self, point: int) -> None:
         """After one that failed."""
@@ -204,19 +211,30 @@ class Passes:
         return []
 
     def with_gradients(
-        self, parameters: Sequence[Optional[torch.nn.Parameter]]
+        self, parameters: List[torch.nn.Parameter], need: List[bool]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
-        """Of the parameters whose gradients zero_grad() clears and a model's, which may come twice
-        or be None: all that get gradients, and those of them whose gradients it leaves, and to
-        which a batch adds its own."""
-        cleared = self._cleared()
-        each = [*cleared, *parameters]
-        known = list(map(id, each)), [p is not None and p.requires_grad for p in each]
-        if known != self._known:
+        """Of the parameters whose gradients zero_grad() clears and a model's, which may come twice,
+        and those that `need` a gradient: all that get gradients, and those of them whose gradients
+        it leaves, and to which a batch adds its own."""
+        cleared, asked = self._cleared(), self._asked
+        if not (
+            are_same(cleared, asked[0])
+            and are_same(parameters, asked[1])
+            and need == asked[2]
+            and all(p.requires_grad is needs for p, needs in self._apart)
+        ):
             mine = {id(p): p for p in cleared if p.requires_grad}
-            others = {id(p): p for p in parameters if p is not None and p.requires_grad}
+            others = {id(p): p for p, needs in zip(parameters, need) if needs}
             kept = [p for key, p in others.items() if key not in mine]
-            self._known, self._with_gradients = known, ([*mine.values(), *kept], kept)
+            self._asked, self._with_gradients = (
+                (cleared, parameters, need),
+                (
+                    [*mine.values(), *kept],
+                    kept,
+                ),
+            )
+            known = set(map(id, parameters))
+            self._apart = [(p, p.requires_grad) for p in cleared if id(p) not in known]
         return self._with_gradients
 
     @property

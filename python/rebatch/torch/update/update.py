@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -124,10 +124,11 @@ class Update(Passes):
         scaler = type(self.scaler).__name__
         return {"clip": str(self.clip), "scaler": scaler, "before_update": before}
 
-    def every_parameter(self) -> List[torch.nn.Parameter]:
-        return parameters_of(self.optimizers)
+    def every_parameter(self) -> Iterator[torch.nn.Parameter]:
+        return (p for o in self.optimizers for group in o.param_groups for p in group["params"])
 
-    _cleared = every_parameter
+    def _cleared(self) -> List[torch.nn.Parameter]:
+        return parameters_of(self.optimizers)
 
     def zero_grad(self) -> None:
         for wrapper in self._accelerated:

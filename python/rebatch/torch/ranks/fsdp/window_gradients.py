@@ -27,8 +27,13 @@ class WindowAccumulators(ShardedAccumulators):
 
     def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Sums are as wide as the reduction; a micro-batch's gradient need not be."""
-        take, dtype = super()._taking(), self._model.sum_dtype
-        return lambda gradient: take(gradient).to(torch.promote_types(gradient.dtype, dtype))
+        plain, dtype = super()._taking(), self._model.sum_dtype
+
+        def take(gradient: torch.Tensor) -> torch.Tensor:
+            own = plain(gradient) if plain else gradient
+            return own.to(torch.promote_types(gradient.dtype, dtype))
+
+        return take
 
     # ---- the end ----
 
