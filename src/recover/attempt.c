@@ -280,6 +280,8 @@ static void learn_need(rebatch *rb)
     const size_t made_for = rb->run.by_cost ? rb->run.cut.most_cost / 2 : rb->buffers.size;
     const bool has_larger =
         rb->run.cut.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
+    if (rb->callback.needs_more)
+        rbi_need_has_memory(rb, rb->run.cut.size);
     if (!is_measured || rb->callback.needs_more || has_larger)
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};

@@ -102,7 +102,11 @@ struct rbi_need {
     uint64_t added_bytes;        /* by the run that was learned last, to what lived in the pool */
     uint64_t kept_from, kept_to; /* sequences of the blocks that it left; equal: none */
     uint64_t zeroed_bytes;       /* live of the step's zero_grad, when it left them */
+    bool has_memory; /* it ran last in memory that was allocated before, and needs no other */
 };
+
+/* The size has run in memory that was allocated before it. */
+void rbi_need_has_memory(rebatch *rb, size_t size);
 
 /* An attempt failed when it would have needed that much; what is known to be more stays known. */
 void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes);

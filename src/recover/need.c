@@ -78,7 +78,15 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
 static bool is_known(const rebatch *rb, size_t size, uint64_t bytes)
 {
     const struct rbi_need *last = &rb->sizes.known[rb->sizes.known_last];
-    return is_of(rb, last, size, rb->lighten) && last->is_exact && last->bytes == bytes;
+    return is_of(rb, last, size, rb->lighten) && last->is_exact && last->bytes == bytes &&
+           !last->has_memory;
+}
+
+void rbi_need_has_memory(rebatch *rb, size_t size)
+{
+    const size_t i = find(rb, size, rb->lighten);
+    if (i < RBI_KNOWN_SIZES)
+        rb->sizes.known[i].has_memory = true;
 }
 
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)

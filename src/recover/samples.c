@@ -45,8 +45,10 @@ rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
     if (!rbi_session_admits(rb) || is_last_resort || rb->run.ooms.retried_same ||
         rbi_growth_overrules(rb))
         return REBATCH_OK;
+    const struct rbi_need *const known = rbi_need_find(rb, rb->run.cut.size, rb->lighten);
     uint64_t need;
-    if (!rbi_need_predict_surely(&need, rb, rb->run.cut.size) || need == 0)
+    if ((known && known->has_memory) || !rbi_need_predict_surely(&need, rb, rb->run.cut.size) ||
+        need == 0)
         return REBATCH_OK;
     need -= rbi_min(need, rbi_need_held(rb, rb->run.cut.size));
     const uint64_t missing = need - rbi_min(need, rbi_resize_bytes(rb));

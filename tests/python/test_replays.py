@@ -36,6 +36,9 @@ class Rerun:
     def lend(self):
         pass
 
+    def give_back_rest(self):
+        pass
+
     def drop(self):
         pass
 

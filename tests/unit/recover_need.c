@@ -186,6 +186,10 @@ Test(recover_need, nothing_is_learned_of_a_callback_that_works_in_kept_memory)
     taking = (struct taking){rb, 512, true, 0};
     cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(rbi_need_find(rb, 4, 0)->bytes, needed);
+    cr_assert(rbi_need_find(rb, 4, 0)->has_memory, "its next run needs no admission");
+    taking = (struct taking){rb, 8192, false, 0};
+    cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK);
+    cr_assert_not(rbi_need_find(rb, 4, 0)->has_memory);
     for (uint32_t declared = 0; declared < 2; declared++) {
         taking = (struct taking){rb, 8192, true, declared ? 8192 : 1};
         cr_assert_eq(rebatch_step(rb, &ops, 4, &taking, NULL), REBATCH_OK);

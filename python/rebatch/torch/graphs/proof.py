@@ -13,9 +13,9 @@ from rebatch.torch.undo.copies import sums_of
 
 # A replay may be so many times as far from an eager pass as two of these are from one another, and
 # this part of a tensor's size further: two passes alone may agree by chance.
-_MOST_TIMES, _MOST_BEYOND = 4.0, 1e-3
+_MOST_TIMES, _MOST_BEYOND = 10.0, 1e-2
 # Two eager passes whose loss differs by more do not differ by the order of their sums alone.
-_MOST_OF_LOSS = 2e-3
+_MOST_OF_LOSS = 1e-2
 
 
 class Mark:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from typing import Any, Callable, Iterator, Optional
 
 import torch
@@ -47,6 +48,7 @@ class Recorder:
     def __init__(self, device: torch.device):
         self._device = device
         self._arena = _arena_on(device)
+        self._drop_arena = weakref.finalize(self, Arena.drop, self._arena) if self._arena else int
         self._is_lent = False
         self._pool: Any = self._arena.id if self._arena else torch.cuda.graph_pool_handle()
 
@@ -62,11 +64,16 @@ class Recorder:
             self._is_lent = not self._arena.claim()
         return not self._is_lent
 
+    def give_back_rest(self) -> None:
+        """Of the memory that passes without a graph had, and that is cached."""
+        if self.claim():
+            torch.cuda.empty_cache()
+            self.lend()
+
     def drop(self) -> None:
         """Give the arena back. All its graphs are gone."""
-        arena, self._arena = self._arena, None
-        if arena:
-            arena.drop()
+        self._arena = None
+        self._drop_arena()
         torch.cuda.empty_cache()
 
     def record(self, body: Callable[[], Any]) -> "Recording":
