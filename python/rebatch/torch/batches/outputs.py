@@ -54,8 +54,9 @@ def split_result(result: Any) -> Tuple[Any, Any]:
     return result, None
 
 
-def kept(value: Any, name: str = "the value beside the loss") -> Any:
-    """A copy that stays as it is, whatever becomes of the micro-batch's tensors."""
+def kept(value: Any, name: str = "the value beside the loss", are_lent: bool = False) -> Any:
+    """A copy that stays as it is, whatever becomes of the micro-batch's tensors. Entries of lists
+    are copied where they are lent: the next replay of a graph writes there."""
     if value is None:
         return None
     if isinstance(value, _Number):
@@ -63,11 +64,12 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return kept_tensor(value)
     if isinstance(value, dict):
-        return {key: kept(part, repr(key)) for key, part in value.items()}
+        return {key: kept(part, repr(key), are_lent) for key, part in value.items()}
     if isinstance(value, tuple):
-        return _like(value, (kept(part, f"entry {i} of {name}") for i, part in enumerate(value)))
+        names = (f"entry {i} of {name}" for i in range(len(value)))
+        return _like(value, (kept(part, n, are_lent) for part, n in zip(value, names)))
     if isinstance(value, list):
-        return [kept_tensor(entry) for entry in value]
+        return [kept_tensor(entry) for entry in value] if are_lent else list(value)
     what = (
         "a scalar"
         if isinstance(value, (torch.Tensor, int, float))

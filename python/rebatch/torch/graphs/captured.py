@@ -91,7 +91,7 @@ class Pass:
         loss, extras = program.loss_of(self._inputs.samples)
         weighted = self._weight.weighted(loss)
         program.update.backward(weighted)
-        return Result(weighted.detach(), kept(extras), taken(self._parameters))
+        return Result(weighted.detach(), kept(extras, are_lent=True), taken(self._parameters))
 
     def replay(self, tensors: List[torch.Tensor], count: int) -> Result:
         """With other samples. The gradients are the graph's own, which the next replay overwrites;
@@ -100,7 +100,7 @@ class Pass:
         self._weight.fill(count)
         self._recording.replay()
         loss, extras, gradients = self._recording.result
-        return Result(loss.clone(), kept(extras), gradients)
+        return Result(loss.clone(), kept(extras, are_lent=True), gradients)
 
 
 def taken(parameters: Sequence[torch.Tensor]) -> Gradients:

@@ -15,7 +15,17 @@ import abc
 import contextlib
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 
@@ -99,12 +109,13 @@ class Accumulators:
         """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
         gradients are kept apart, and the sums of those that had a gradient in the batch before are
         made now. With keeps_sums those of the batch before serve again."""
-        before = {}
+        known: Dict[int, Any] = {}
         if makes_sums or keeps_sums:
-            before = {id(p): t for p, t in zip(self._parameters, self._sums) if _is_like(t, p)}
-        wanted = set() if keeps_sums else set(before)
+            alike = ((p, t) for p, t in zip(self._parameters, self._sums) if _is_like(t, p))
+            known = {id(p): t if keeps_sums else None for p, t in alike}  # others are let go here
+        wanted = set() if keeps_sums else set(known)
         self._parameters = list(parameters)
-        self._sums = [before.get(id(p)) if keeps_sums else None for p in self._parameters]
+        self._sums = [known.get(id(p)) for p in self._parameters]
         self._has_sum = [False] * len(self._parameters)
         self._are_dense = False
         self._has_earlier = False
