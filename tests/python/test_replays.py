@@ -3,10 +3,12 @@ are those without graphs. A CPU captures nothing: there a recorder stands in tha
 again in each replay. cuda/test_replays_gpu.py has the same tests with CUDA's graphs."""
 
 import contextlib
+import gc
 import random
 import re
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -163,6 +165,46 @@ def test_a_backward_adds_to_what_is_in_grad():
     assert runs[0].replayed[-1] and same_bits(*kept)
 
 
+@pytest.mark.parametrize("micro", (16, 8))
+@pytest.mark.parametrize("every", (1, 3))
+def test_gradients_that_the_step_does_not_clear_are_summed(micro, every):
+    """Of parameters that another optimizer has, which steps after `every` batches."""
+    sums = []
+    for graphs in (True, False):
+        model, batch, loss_fn = make("mlp")
+        own, others = model.body[0].parameters(), list(model.body[3].parameters())
+        step = rebatch.Step(
+            model, torch.optim.SGD(own, 0.01), loss_fn, graphs=graphs, micro_start=micro
+        )
+        torch.manual_seed(1)
+        found = []
+        for i in range(12):
+            step(tuple(t.roll(i, 0) for t in batch))
+            found += [p.grad.clone() for p in others]
+            if i % every == every - 1:
+                for p in others:
+                    p.grad = None
+        assert step.report.replayed == 16 // micro * graphs
+        sums.append(found)
+    assert same_bits(*sums)
+
+
+def test_a_divisor_of_another_kind_has_a_graph_of_its_own():
+    """As of max(1, mask.sum())."""
+
+    def loss_fn(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).sum()
+
+    calls = models.Unseen(0)
+
+    def normalizer(batch):
+        calls[0] += 1
+        return 2 if calls[0] % 2 else batch[1].new_tensor(4.0)
+
+    run = both("mlp", 14, loss_fn=loss_fn, normalizer=normalizer)
+    assert run.replayed[-2:] == [1, 1] and len(run.step._training.callbacks.graphs._held) == 2
+
+
 @pytest.mark.parametrize("as_tensor", (False, True))
 def test_a_sum_is_divided_as_without_graphs(as_tensor):
     def loss_fn(model, samples):
@@ -184,6 +226,20 @@ def test_another_loss_fn_is_captured_anew():
         run.steps(7)
     assert runs[0].replayed[5] and not runs[0].replayed[6] and runs[0].replayed[-1]
     assert same_bits(*(run.state() for run in runs))
+
+
+def test_what_only_another_loss_fn_names_gets_its_gradient_once():
+    found = []
+    for graphs in (True, False):
+        run = Run("mlp", graphs).steps(6)
+        scale = torch.ones((), device=models.DEVICE, requires_grad=True)
+        run.step.loss_fn = lambda model, s, t=scale: ((model(s[0]) * t - s[1]) ** 2).mean()
+        for _ in range(8):
+            run.steps(1)
+            found.append(scale.grad)
+            scale.grad = None
+        assert bool(run.replayed[-1]) == graphs
+    assert same_bits(found[:8], found[8:])
 
 
 def test_an_adapter_says_that_it_has_no_graphs():
@@ -243,6 +299,81 @@ def test_a_changed_learning_rate_needs_no_other_graph():
 
 
 # ---- memory ----
+
+
+@pytest.mark.parametrize("graphs", (False, True))
+def test_all_that_a_step_had_is_freed_with_it(graphs):
+    gc.collect()
+    gc.disable()
+    try:
+        run = Run("mlp", graphs).steps(EAGER_STEPS + 2)
+        callbacks = weakref.ref(run.step._training.callbacks)
+        del run.step
+        assert callbacks() is None
+    finally:
+        gc.enable()
+
+
+def test_an_eager_pass_has_the_memory_of_a_graph_that_is_dropped(monkeypatch):
+    if models.DEVICE.type != "cpu":
+        pytest.skip("the recorder of a CPU fails on request")
+    passes, alive = models.Unseen(None), models.Unseen(0)
+
+    def loss_fn(model, samples):
+        if passes[0]:
+            gc.collect()  # the recorder of this file has cycles
+            alive[0] = passes[0]() is not None
+        return ((model(samples[0]) - samples[1]) ** 2).mean()
+
+    run = Run("mlp", True, loss_fn=loss_fn).steps(EAGER_STEPS + 1)
+    (held,) = run.step._training.callbacks.graphs._held.values()
+    passes[0] = weakref.ref(held)
+    del held
+    monkeypatch.setattr(Rerun, "is_short", True)
+    run.steps(1)
+    assert run.replayed[-1] == 0 and not alive[0]
+
+
+def test_a_capture_that_is_interrupted_drops_the_graphs_beside_it(recorder):
+    if models.DEVICE.type != "cpu":
+        pytest.skip("the recorder of a CPU fails on request")
+    run = Run("mlp", True, micro_start=12)
+    for _ in range(EAGER_STEPS - 1):
+        run.steps(1)
+    run.steps(3, 12)
+    assert run.replayed[-1] == 1
+    recorder.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run.steps(5)
+    assert run.step._training.callbacks.graphs._recorder is None
+    run.steps(20)
+    assert run.replayed[-1] == 2
+
+
+def test_replays_of_an_attempt_that_ran_out_of_memory_do_not_count():
+    fails = []
+
+    def before_update():
+        if fails:
+            raise fails.pop()
+
+    run = Run("mlp", True, micro_start=8, before_update=before_update).steps(EAGER_STEPS + 1)
+    fails.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."))
+    run.steps(1)
+    assert run.replayed[-2:] == [2, 0] and run.step.report.ooms == 1
+
+
+def test_a_parameter_that_has_grown_has_another_sum():
+    model, batch, loss_fn = make("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = rebatch.Step(model, optimizer, loss_fn, graphs=True, micro_start=8)
+    for _ in range(EAGER_STEPS + 2):
+        step(batch)
+    assert step.report.replayed == 2
+    weight = model.embedding.weight
+    weight.data = torch.cat([weight.data, weight.data[:1]])
+    step(batch)
+    assert weight.grad.shape == weight.shape
 
 
 @pytest.mark.parametrize("fail_at", (1, 4, 9, 14))
@@ -332,6 +463,14 @@ def test_what_a_replay_would_leave_out_is_named_once_and_the_results_are_the_sam
         assert set(run.replayed) == {0}
         states.append(run.state())
     assert same_bits(*states)
+
+
+def test_checks_are_no_steps_that_are_looked_at():
+    run = Run("mlp", True, loss_fn=_with_counter(), micro_start=16)
+    for _ in range(3):
+        run.step.check(run.batch)
+    (said,) = told(run)
+    assert "calls" in said and set(run.replayed) == {0}
 
 
 def test_a_pass_that_cannot_be_captured_is_told_with_its_line(recorder):

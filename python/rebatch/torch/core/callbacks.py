@@ -66,7 +66,7 @@ class Callbacks:
         ] = []  # what loss_fn gives gradients too, and the Step does not train
         self._others = Accumulators()  # of these
         self._seen_outside: List[Any] = []  # those that have got some
-        self._looks_outside = _LOOKS
+        self._looks_outside = 0
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
         self._last_count = 0  # those of the last micro-batch that succeeded
@@ -104,8 +104,9 @@ class Callbacks:
         """Of what runs, nothing is known and captured yet: loss_fn may be another."""
         if self.graphs:
             self.graphs.drop()
+        self._looks_outside, self._seen_outside = _LOOKS, []
         most = 0 if self._ranks else self._running.program.graphs
-        self.graphs = Graphs(self._running, most, self._put_back_pass) if most else None
+        self.graphs = Graphs(self._running, most, weakly(self._put_back_pass)) if most else None
 
     def guards(self) -> List[Any]:
         """What saves and restores the state that an attempt changes."""
@@ -147,8 +148,6 @@ class Callbacks:
             own = set(map(id, self._trained))
             self.outside = leaves_outside(running.program.functions_that_run(), own)
         running.told.apart = self._trained, self.outside
-        if self.graphs and is_training:
-            self.graphs.begin(self.session.device, [*self._trained, *self.outside])
 
     def failed(self) -> None:
         """It has not updated: gradients that are not the Step's are as before it."""
@@ -166,6 +165,8 @@ class Callbacks:
 
     def begin_step(self) -> None:
         """The batch trains."""
+        if self.graphs:
+            self.graphs.begin(self.session.device, [*self._trained, *self.outside])
         if bool(self.ops.part) is not self._running.are_several:
             self.ops.part = self._part if self._running.are_several else type(self._part)()
         self.accumulators.keep_earlier(self._kept)
@@ -238,6 +239,8 @@ class Callbacks:
         running = self._running
         self._accumulated, self.is_applied = 0, False
         self.session.saves_attempts = True
+        if self.graphs:
+            self.graphs.replayed = 0
         if self._ranks:
             self._ranks.check_batches()
             self._ranks.restart()
@@ -247,8 +250,9 @@ class Callbacks:
             self._others.begin_batch(self.outside)
         running.loss, self._is_whole = None, False
         micro = lib.rebatch_get_micro(self.session.rb, running.samples)
-        # The program may keep a gradient that it gets, and a graph would write there again.
-        is_lent = self.graphs is not None and self._update.is_of_program
+        # The program keeps gradients that the Step does not clear, and a graph would write there
+        # again.
+        is_lent = self.graphs is not None and bool(self._kept)
         if micro >= running.samples and not (self._ranks or is_lent):
             self._is_whole = self._own_accumulators.begin_whole(self._trained)
         if not self._is_whole:
@@ -259,7 +263,7 @@ class Callbacks:
         is_apart = is_cut and self._running.program.is_fresh
         self._is_whole, self._hooked = False, hooked(self._trained)
         # A graph's own gradients cannot be the sums; where the Step clears .grad, older sums can.
-        is_kept = self.accumulators.are_lent and not self._update.is_of_program
+        is_kept = self.graphs is not None and self.graphs.lends and not self._kept
         makes_sums = is_apart and self.session.is_pooled
         self.accumulators.begin_batch(self._trained, makes_sums, is_kept)
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is

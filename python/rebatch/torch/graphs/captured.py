@@ -24,6 +24,13 @@ class Result(NamedTuple):
     gradients: Gradients
 
 
+def kind_of_divisor(divisor: Any) -> Any:
+    """A Weight serves those of one kind: numbers, or tensors that are alike."""
+    if not isinstance(divisor, torch.Tensor):
+        return None
+    return divisor.dtype, divisor.shape, divisor.device
+
+
 class Weight:
     """The part of the batch that a micro-batch's loss has, in memory of the device, so that one
     graph serves micro-batches of any batch. `weighted()` gives the bits of Running.weighted()."""

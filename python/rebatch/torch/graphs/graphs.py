@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import torch
 
 from rebatch._user_code import line_of, user_stacklevel
-from rebatch.torch.graphs.captured import Pass, Result, Weight, put, taken
+from rebatch.torch.graphs.captured import Pass, Result, Weight, kind_of_divisor, put, taken
 from rebatch.torch.graphs.changes import Changes
 from rebatch.torch.graphs.inputs import Inputs, NotCapturedError, flattened
 from rebatch.torch.graphs.proof import Mark, Noise
@@ -72,7 +72,6 @@ class Graphs:
 
     def begin(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
         """One begins, in which these get gradients."""
-        self.replayed = 0
         self._steps += 1
         self._looks = _LOOKS_OF_A_STEP if self._steps <= _LOOKS else 0
         if self._is_off:
@@ -142,13 +141,16 @@ class Graphs:
         except NotCapturedError as error:
             self._turn_off(str(error))
             return eager()
-        key = count, key
-        held = self._held.get(key)
-        if held:
-            return self._replay(held, _MicroBatch(key, samples, tensors, count), eager)
+        key = count, kind_of_divisor(self._running.divisor), key
+        if key in self._held:
+            return self._replay(_MicroBatch(key, samples, tensors, count), eager)
         if not self._is_due(key):
             return self._look(eager)
-        return self._capture(_MicroBatch(key, samples, tensors, count), eager)
+        try:
+            return self._capture(_MicroBatch(key, samples, tensors, count), eager)
+        except (KeyboardInterrupt, SystemExit):  # the program may go on
+            self.drop()
+            raise
 
     def _look(self, eager: Eager) -> Tuple[torch.Tensor, Any]:
         if not (self._changes and self._looks):
@@ -177,13 +179,14 @@ class Graphs:
             and not torch.is_anomaly_enabled()
         )
 
-    def _replay(self, held: Pass, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
+    def _replay(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         if self._steps - self._last_compared >= _COMPARED_EVERY:
-            return self._compare(held, mb, eager)
+            return self._compare(mb, eager)
         if not self._recorder.claim():
             self.ran_out()
             return eager()
-        result = held.replay(mb.tensors, mb.length)
+        # In no variable: once it is dropped, an eager pass is to have its memory.
+        result = self._held[mb.key].replay(mb.tensors, mb.length)
         self._recorder.lend()
         if len(self._held) > 1:
             self._held[mb.key] = self._held.pop(mb.key)
@@ -287,7 +290,7 @@ class Graphs:
         self._is_exact &= is_exact
         self._held[mb.key], self._counts[mb.key] = held, mb.length
 
-    def _compare(self, held: Pass, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
+    def _compare(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         """With an eager pass, whose results count. A graph that is as near as two eager passes are
         is captured and proved anew."""
         if not self._is_exact:
@@ -297,7 +300,8 @@ class Graphs:
         if not self._recorder.claim():
             self.ran_out()
             return eager()
-        replayed = Mark(self._running, held.replay(mb.tensors, mb.length))
+        result = self._held[mb.key].replay(mb.tensors, mb.length)
+        replayed = Mark(self._running, result)
         self._recorder.lend()
         self._put_back()
         first = self._run_eagerly(eager)
@@ -337,7 +341,7 @@ class Graphs:
             self._counts.clear()
             self._runs.clear()
             recorder, self._recorder, self._reads = self._recorder, None, None
-            self._is_exact = True
+            self._is_exact, self.lends = True, False
             recorder.drop()
 
     # ---- what is said ----
