@@ -473,6 +473,36 @@ def test_checks_are_no_steps_that_are_looked_at():
     assert "calls" in said and set(run.replayed) == {0}
 
 
+def test_what_a_function_of_the_program_for_backward_reads_is_read_again():
+    settings = types.SimpleNamespace(scale=1.0)
+
+    def backward(loss):
+        (loss * settings.scale).backward()
+
+    model, batch, loss_fn = make("mlp")
+    passes = rebatch.Backward(model, loss_fn, backward=backward, graphs=True)
+    replayed = []
+    for i in range(EAGER_STEPS + 3):
+        passes(batch)
+        replayed.append(passes.report.replayed)
+        settings.scale = 1.0 if i < EAGER_STEPS + 1 else 0.5
+    assert replayed[-3:] == [1, 1, 0]
+
+
+def test_what_a_function_of_the_program_for_backward_changes_is_named():
+    history = []
+
+    def backward(loss):
+        history.append(loss.detach())
+        loss.backward()
+
+    model, batch, loss_fn = make("mlp")
+    passes = rebatch.Backward(model, loss_fn, backward=backward, graphs=True)
+    with pytest.warns(RuntimeWarning, match="changes 'history'"):
+        for _ in range(EAGER_STEPS):
+            passes(batch)
+
+
 def test_a_pass_that_cannot_be_captured_is_told_with_its_line(recorder):
     if models.DEVICE.type == "cpu":
         recorder.append(RuntimeError("operation not permitted when stream is capturing"))
@@ -548,6 +578,17 @@ def test_a_number_that_changes_between_steps_is_read_again():
         states.append(run.state())
         assert bool(run.replayed[5]) == graphs and bool(run.replayed[-1]) == graphs
         assert run.replayed[6] == 0
+    assert same_bits(*states)
+
+
+def test_a_hook_that_a_parameter_gets_is_seen():
+    states = []
+    for graphs in (True, False):
+        run = Run("mlp", graphs).steps(6)
+        run.model.body[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        run.steps(10)
+        states.append(run.state())
+        assert run.replayed[6] == 0 and bool(run.replayed[-1]) == graphs
     assert same_bits(*states)
 
 

@@ -168,6 +168,7 @@ def fsdp_mesh_info() -> Any:
 # ---- attributes ----
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
 # What a model of fully_shard() is refused without, in the order in which the objects are reached.
 FSDP_STATE = ("_lazy_init", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward")
@@ -202,7 +203,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # Class: its attributes, in every version.
 ATTRIBUTES: Dict[str, Tuple[str, ...]] = {
     "torch.nn.Module": (*MODULE_TABLES, "_compiled_call_impl"),
-    "torch.Tensor": ("_version", "_post_accumulate_grad_hooks", "_indices", "_values"),
+    "torch.Tensor": ("_version", *HOOKS_OF_TENSORS, "_indices", "_values"),
     "torch._ops.OpOverload": ("_schema",),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch.optim.Optimizer": ("_optimizer_step_pre_hooks",),

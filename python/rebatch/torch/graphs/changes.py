@@ -40,7 +40,7 @@ class _Marks(Marks):
         # What it holds keeps its address while this is there.
         self._held: List[Any] = []
         super().__init__(
-            program.functions_that_run(), modules, program.handled() - looked_at, roots=roots
+            program.functions_of_a_pass(), modules, program.handled() - looked_at, roots=roots
         )
         self.generators = {name: get() for name, (get, _) in of_everyone().items()}
         self.generators["torch.default_generator"] = torch.get_rng_state()

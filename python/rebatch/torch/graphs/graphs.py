@@ -284,7 +284,7 @@ class Graphs:
     def _hold(self, mb: _MicroBatch, held: Pass, is_exact: bool) -> None:
         if not self._held:
             program, undo = self._running.program, self._running.undo
-            self._reads = Reads(program.functions_that_run(), undo.tree.modules, program.update)
+            self._reads = Reads(program.functions_of_a_pass(), undo.tree.modules, program.update)
             self._last_compared = self._steps
         self._captured_in = self._steps
         self._is_exact &= is_exact

@@ -20,7 +20,7 @@ import torch
 
 from rebatch.torch.batches.kinds import is_plain
 from rebatch.torch.graphs.named import Named
-from rebatch.torch.private import HOOK_TABLES, MODULE_TABLES
+from rebatch.torch.private import HOOK_TABLES, HOOKS_OF_TENSORS, MODULE_TABLES
 from rebatch.torch.session.modes import Modes
 from rebatch.torch.undo.contents import ATOMS, MISSING, is_container
 from rebatch.torch.undo.looks import mark_of
@@ -48,6 +48,7 @@ _MODES = (
 
 
 _needs_gradient = operator.attrgetter("requires_grad")
+_hooks = operator.attrgetter(*HOOKS_OF_TENSORS)
 
 
 class _Read(NamedTuple):
@@ -224,10 +225,12 @@ class Reads:
     def _with_others(self, found: List[Any]) -> List[torch.Tensor]:
         return [tensor for tensor in found if tensor is not None] + self._others
 
-    def _marks_of(self, found: List[Any]) -> Tuple[List[Any], List[bool]]:
-        """Where tensors lie, and whether they need a gradient."""
+    def _marks_of(self, found: List[Any]) -> Tuple[List[Any], List[bool], List[int]]:
+        """Where tensors lie, whether they need a gradient, and how many hooks have it."""
         tensors = self._with_others(found)
-        return list(map(self._address, tensors)), list(map(_needs_gradient, tensors))
+        hooks = filter(None, itertools.chain.from_iterable(map(_hooks, tensors)))
+        flags = list(map(_needs_gradient, tensors))
+        return list(map(self._address, tensors)), flags, list(map(len, hooks))
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
@@ -256,10 +259,12 @@ class Reads:
     def _changed_tensors(self) -> Iterator[str]:
         entries = [(f"{t.name}.{key}", part) for t in self._tables for key, part in t.then.items()]
         named = [(name, part) for name, part in entries if part is not None] + self._beside
-        addresses, flags = self._marks
+        addresses, flags, hooks = self._marks
         for (name, tensor), address, flag in zip(named, addresses, flags):
             if self._address(tensor) != address or tensor.requires_grad is not flag:
                 yield name
+        if self._marks_of(self._found)[2] != hooks:
+            yield "a hook of a parameter"
 
     def _changed_reads(self) -> Iterator[str]:
         for (get, owner, names), then in zip(self._reads, self._values):

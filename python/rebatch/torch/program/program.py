@@ -120,6 +120,10 @@ class Program:
         """Those of the program that run in a micro-batch."""
         return self.functions or [self.loss_fn]
 
+    def functions_of_a_pass(self) -> List[Any]:
+        """Those, and a function of the program that goes backward."""
+        return [*self.functions_that_run(), *self.update.functions]
+
     def handled(self) -> Set[int]:
         """The ids of what a Step steps, saves or calls by itself."""
         update = self.update

@@ -161,6 +161,7 @@ class Passes:
             )
         # Whether gradients may have a graph of their own, of a function of the program.
         self.may_keep_graph = self.scales is None and backward is not None
+        self.functions = [backward] if self.may_keep_graph else []  # of the program
         self._backward: Callable[[torch.Tensor], Any] = backward or torch.Tensor.backward
 
     # ---- what an attempt changes ----
