@@ -53,14 +53,14 @@ class Rerun:
         Rerun.made += 1
         first = body()
 
-        def replay():
+        def replay():  # which PyTorch does not know: .data has a version of its own
             now = body()
-            first.loss.copy_(now.loss)
+            first.loss.data.copy_(now.loss)
             for own, gradient in zip(first.gradients, now.gradients):
                 if own is not None:
-                    own.copy_(gradient)
+                    own.data.copy_(gradient)
             for own, value in zip(tensors(first.extras), tensors(now.extras)):
-                own.copy_(value)
+                own.data.copy_(value)
 
         return types.SimpleNamespace(result=first, replay=replay)
 
@@ -287,6 +287,15 @@ def test_batches_of_other_forms(form):
         states.append(state_of(model))
         assert step.report.replayed == 2 * graphs
     assert same_bits(*states)
+
+
+def test_the_norm_of_an_earlier_step_is_not_that_of_gradients_replayed_since():
+    run = Run("mlp", True).steps(EAGER_STEPS + 2)
+    norm, report = run.step.report.grad_norm, run.steps(1).step.report
+    assert norm > 0
+    run.steps(1)
+    with pytest.raises(ValueError, match="the gradients of the update are changed"):
+        report.grad_norm  # noqa: B018
 
 
 def test_a_changed_learning_rate_needs_no_other_graph():
@@ -579,6 +588,13 @@ def test_a_number_that_changes_between_steps_is_read_again():
         assert bool(run.replayed[5]) == graphs and bool(run.replayed[-1]) == graphs
         assert run.replayed[6] == 0
     assert same_bits(*states)
+
+
+def test_what_no_graph_can_have_is_told_when_it_comes_later():
+    run = Run("mlp", True).steps(EAGER_STEPS + 2)
+    run.model.body[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    (said,) = told(run, 12)
+    assert "register_post_accumulate_grad_hook()" in said and set(run.replayed[-12:]) == {0}
 
 
 def test_a_hook_that_a_parameter_gets_is_seen():

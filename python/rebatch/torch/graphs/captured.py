@@ -89,9 +89,11 @@ class Pass:
         self._running, self._parameters = running, parameters
         self._inputs, self._weight = inputs, weight
         self._recording: Any = None
+        self._gradients: List[torch.Tensor] = []  # those that are there
 
     def capture(self, recorder: Any) -> None:
         self._recording = recorder.record(self._run)
+        self._gradients = [g for g in self._recording.result.gradients if g is not None]
 
     def _run(self) -> Result:
         program = self._running.program
@@ -106,6 +108,7 @@ class Pass:
         self._inputs.fill(tensors)
         self._weight.fill(count)
         self._recording.replay()
+        torch.autograd.graph.increment_version(self._gradients)
         loss, extras, gradients = self._recording.result
         return Result(loss.clone(), kept(extras, are_lent=True), gradients)
 

@@ -122,6 +122,10 @@ class Graphs:
         self.drop()
         self._changed += 1
         self._wait(_WAIT << self._changed)
+        why = self._why_not()  # that may be what has changed
+        if why:
+            self._turn_off(why)
+            return
         if self._changed == _MOST_CHANGES:
             self._tell(
                 f"{name!r} has changed again since a pass was captured, so each graph serves few "
