@@ -553,6 +553,24 @@ def test_a_replay_of_a_noisy_pass_is_used_and_proved_anew_instead_of_compared(mo
     assert re.fullmatch("0+1110+1+", "".join(map(str, run.replayed)))
 
 
+@pytest.mark.parametrize("kind", ("infinite", "complex"))
+def test_a_replay_of_a_noisy_pass_whose_results_are_no_real_numbers_is_used(kind):
+    noise = random.SystemRandom()
+
+    def loss_fn(model, samples):
+        out = model(samples[0]) * (1 + 1e-4 * noise.random())
+        beside = torch.complex(out, out)
+        if kind == "infinite":
+            beside = out.masked_fill(torch.arange(len(out), device=out.device) < 3, -torch.inf)
+        return ((out - samples[1]) ** 2).mean(), beside
+
+    run = Run("mlp", True, loss_fn=loss_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(EAGER_STEPS + 2)
+    assert run.replayed[-1] == 1
+
+
 def test_what_no_look_sees_is_found_by_the_comparison_of_later_steps(monkeypatch):
     monkeypatch.setattr(graphs_module, "_COMPARED_EVERY", 3)
     factor = models.Unseen(1.0)

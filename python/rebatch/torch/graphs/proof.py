@@ -65,8 +65,16 @@ class Noise:
         return all(map(_is_near, names, replay.on_host(), self._first, self._second))
 
 
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.to_dense()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
+
+
 def _is_near(name: str, replayed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    x, y, z = replayed.double(), a.double(), b.double()
+    x, y, z = map(_numbers, (replayed, a, b))
+    if torch.equal(y.isfinite(), z.isfinite()) and not torch.equal(x.isfinite(), y.isfinite()):
+        return False
+    x, y, z = (torch.nan_to_num(each, 0.0, 0.0, 0.0) for each in (x, y, z))
     size, noise, distance = float(y.norm()), float((z - y).norm()), float((x - y).norm())
     if name == LOSS and noise > _MOST_OF_LOSS * size:
         return False
