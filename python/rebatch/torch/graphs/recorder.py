@@ -48,7 +48,11 @@ class Recorder:
     def __init__(self, device: torch.device):
         self._device = device
         self._arena = _arena_on(device)
-        self._drop_arena = weakref.finalize(self, Arena.drop, self._arena) if self._arena else int
+        self._drop_arena: Callable[[], Any] = int
+        if self._arena:
+            finalizer = weakref.finalize(self, Arena.drop, self._arena)
+            finalizer.atexit = False  # the process gives all back
+            self._drop_arena = finalizer
         self._is_lent = False
         self._pool: Any = self._arena.id if self._arena else torch.cuda.graph_pool_handle()
 
