@@ -482,6 +482,23 @@ def test_checks_are_no_steps_that_are_looked_at():
     assert "calls" in said and set(run.replayed) == {0}
 
 
+def test_steps_that_fail_are_none_that_are_looked_at():
+    counted, is_bad = _with_counter(), models.Unseen(True)
+
+    def loss_fn(model, samples):
+        if is_bad[0]:
+            raise ArithmeticError("a bad batch")
+        return counted(model, samples)
+
+    run = Run("mlp", True, loss_fn=loss_fn)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError):
+            run.steps(1)
+    is_bad[0] = False
+    (said,) = told(run)
+    assert "calls" in said and set(run.replayed) == {0}
+
+
 def test_what_a_function_of_the_program_for_backward_reads_is_read_again():
     settings = types.SimpleNamespace(scale=1.0)
 
@@ -566,7 +583,7 @@ def test_a_replay_of_a_noisy_pass_whose_results_are_no_real_numbers_is_used(kind
 
     run = Run("mlp", True, loss_fn=loss_fn)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*(graphs=True|imaginary)")
         run.steps(EAGER_STEPS + 2)
     assert run.replayed[-1] == 1
 

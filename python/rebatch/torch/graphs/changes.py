@@ -107,6 +107,11 @@ class Changes:
             if not is_same_state(now.generators[name], state):
                 self._names[name] = None
 
+    @property
+    def are_known(self) -> bool:
+        """Passes were compared."""
+        return self._passes > _FILLING
+
     def names(self) -> List[str]:
         """Of what passes have changed, as users write them."""
         return list(self._names)

@@ -73,7 +73,7 @@ class Graphs:
     def begin(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
         """One begins, in which these get gradients."""
         self._steps += 1
-        self._looks = _LOOKS_OF_A_STEP if self._steps <= _LOOKS else 0
+        self._looks = _LOOKS_OF_A_STEP
         if self._is_off:
             return
         is_same = device == self._device and list(map(id, parameters)) == self._ids()
@@ -82,7 +82,7 @@ class Graphs:
             self._drop_changed("a parameter")
         elif self._reads and not self._reads.holds():
             self._drop_changed(self._reads.changed())
-        if self._changes and self._steps > _LOOKS:
+        if self._changes and self._steps > _LOOKS and self._changes.are_known:
             self._end_looks()
         if self._held and self._steps == self._captured_in + _PLANNED:
             self._recorder.give_back_rest()
@@ -175,9 +175,9 @@ class Graphs:
                     "and one is captured when it has come again: expected lengths that are padded "
                     "to a few"
                 )
-        is_settled = self._steps > max(_LOOKS, self._wait_until)
         return (
-            is_settled
+            self._changes is None
+            and self._steps > self._wait_until
             and runs > _RUNS << min(self._evicted, 8)
             and not self._running.undo.is_looking
             and not torch.is_anomaly_enabled()
