@@ -124,9 +124,3 @@ STANDIN_API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *, int
     *bytes = SMALL_BYTES;
     return 0;
 }
-
-STANDIN_API int cudnnDropoutGetStatesSize(void *, size_t *bytes)
-{
-    *bytes = SMALL_BYTES;
-    return 0;
-}

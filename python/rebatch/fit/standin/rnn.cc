@@ -1,18 +1,30 @@
-/* Owns what cuDNN says of recurrent layers: how large their weights, reserve and workspace are, and
- * where each weight lies. Descriptors are cuDNN's own, which needs no GPU for them.
+/* Owns what cuDNN says of recurrent layers: how large weights, reserve, workspace and the state of
+ * dropout are, and where each weight lies. Descriptors are cuDNN's own, which needs no GPU for them.
  * Must not know graphs. */
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
 
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
 #include "standin.h"
+
+using namespace standin;
 
 namespace
 {
 
-enum { LSTM = 2, GRU = 3 }; /* of cudnnRNNMode_t */
-enum { DATA_FLOAT = 0, DATA_DOUBLE = 1, UNIDIRECTIONAL = 0, NO_BIAS = 0, DOUBLE_BIAS = 2 };
+enum { LSTM = 2, GRU = 3 };                  /* of cudnnRNNMode_t */
+enum { TRAINING = 1, SEQ_MAJOR_PACKED = 1 }; /* cudnnForwardMode_t, cudnnRNNDataLayout_t */
+enum { DATA_FLOAT = 0, DATA_DOUBLE = 1, DATA_HALF = 2 }; /* cudnnDataType_t */
+enum { UNIDIRECTIONAL = 0, NO_BIAS = 0, DOUBLE_BIAS = 2 };
 constexpr int BAD_PARAM = 2000; /* CUDNN_STATUS_BAD_PARAM */
+constexpr size_t PROCESSOR_STATE_BYTES = 49152;
+constexpr int64_t ALIGNMENT = 256, PSEUDO_LAYER_BYTES = 8 << 20;
+constexpr int32_t SMALL = 128; /* hidden units; between 128 and 256 nothing was measured */
 
 /* A function of cuDNN that is no function of the stand-in. */
 template <typename function> function *own(const char *name)
@@ -100,16 +112,48 @@ struct layer {
 /* What a descriptor of a batch says. */
 struct batch {
     int type = 0, layout = 0, length = 0, samples = 0, width = 0;
+    int64_t words = 0; /* the sum of the samples' lengths */
 
     explicit batch(void *descriptor)
     {
         using get = int(void *, int *, int *, int *, int *, int *, int, int *, void *);
         static get *const f = own<get>("cudnnGetRNNDataDescriptor");
         double fill;
-        if (f)
-            (void)f(descriptor, &type, &layout, &length, &samples, &width, 0, nullptr, &fill);
+        if (!f || f(descriptor, &type, &layout, &length, &samples, &width, 0, nullptr, &fill))
+            return;
+        std::vector<int> lengths((size_t)samples);
+        (void)f(descriptor, &type, &layout, &length, &samples, &width, samples, lengths.data(),
+                &fill);
+        for (int l : lengths)
+            words += l;
     }
 };
+
+/* What the descriptors of dropout were set to: cuDNN's own functions for it need a GPU. */
+struct dropouts {
+    std::mutex mutex;
+    std::unordered_map<void *, float> of;
+};
+
+dropouts &the_dropouts(void)
+{
+    static dropouts &d = *new dropouts;
+    return d;
+}
+
+int set_dropout(void *descriptor, float dropout)
+{
+    std::lock_guard<std::mutex> lock(the_dropouts().mutex);
+    the_dropouts().of[descriptor] = dropout;
+    return 0;
+}
+
+bool has_dropout_between(const layer &l)
+{
+    std::lock_guard<std::mutex> lock(the_dropouts().mutex);
+    const auto found = the_dropouts().of.find(l.dropout);
+    return l.layers > 1 && found != the_dropouts().of.end() && found->second > 0;
+}
 
 void describe(void *descriptor, int type, int64_t rows, int64_t columns)
 {
@@ -119,6 +163,74 @@ void describe(void *descriptor, int type, int64_t rows, int64_t columns)
     const int strides[] = {(int)(rows * columns), (int)columns, 1};
     if (f)
         (void)f(descriptor, type, 3, sizes, strides);
+}
+
+/* Each layer keeps its gates, states and outputs of each word, but for the last outputs, and a bit
+ * of dropout's mask for each output of all layers but the last, of padding too. */
+int64_t reserve_of(const layer &l, const batch &b)
+{
+    const int64_t kept = l.cell == LSTM ? 6 : l.cell == GRU ? 7 : 2, directions = l.directions();
+    const int64_t of_word = kept * l.hidden + (l.has_projection() ? l.hidden + l.outputs() : 0);
+    const int64_t words = b.words * (l.pseudo_layers() * of_word - directions * l.hidden);
+    const int64_t masks = (l.layers - 1) * directions * directions;
+    return words * (int64_t)l.element() + ALIGNMENT +
+           (has_dropout_between(l) ? masks * b.samples * b.length * l.outputs() / 8 : 0);
+}
+
+/* Inputs, outputs and states of sequences with padding, which are packed into the workspace;
+ * elements. A backward pass has their gradients too. */
+int64_t packed_of(const layer &l, const batch &b)
+{
+    const int64_t states = l.outputs() + (l.cell == LSTM ? l.hidden : 0);
+    return 2 * states * l.pseudo_layers() * b.samples +
+           (l.directions() * l.outputs() + l.inputs) * b.words;
+}
+
+/* Elements beside the weights and what is packed: states of each sample, and of each word the gates
+ * of a layer, projected outputs, those of two directions, or those that dropout has changed. */
+int64_t forward_of(const layer &l, const batch &b)
+{
+    const int64_t directions = l.directions(), both = directions == 2, gates = l.gates();
+    const int64_t of_layer = gates + (l.cell == LSTM ? 2 : 0) + 2 * both;
+    const int64_t extra = both ? 4 : has_dropout_between(l);
+    const int64_t projected = l.has_projection() ? 2 * directions * l.outputs() : 0;
+    return l.hidden * of_layer * l.pseudo_layers() * b.samples +
+           ((directions * gates + extra) * l.hidden + projected) * b.words;
+}
+
+/* The same of a backward pass: gradients of inputs and outputs instead of gates. */
+int64_t backward_of(const layer &l, const batch &b)
+{
+    const int64_t hidden = l.hidden, inputs = l.inputs, many = l.layers > 1;
+    const int64_t wide = many && hidden > inputs ? hidden : inputs; /* inputs of any layer */
+    const bool both = l.directions() == 2;
+    const int64_t of_layer = (l.cell == LSTM ? 3 : 1) + (both ? 2 : 4 * many);
+    const int64_t of_sample = of_layer * l.pseudo_layers() + (both ? 0 : 8 * many);
+    const int64_t projected = l.has_projection() ? 2 * l.directions() * l.outputs() : 0;
+    const int64_t of_word = both ? 4 * (hidden + wide) : many ? wide : hidden + 2 * wide;
+    return hidden * of_sample * b.samples + (of_word + projected) * b.words;
+}
+
+/* A backward pass over padding that takes other kernels: an upper bound of what was measured. */
+int64_t persistent_of(const layer &l, const batch &b)
+{
+    const bool is_single = l.type == DATA_HALF && l.pseudo_layers() == 1 && l.cell != GRU;
+    if (l.has_projection() || !(l.hidden <= SMALL || is_single))
+        return 0;
+    return (l.gates() == 1 ? 9 : 16) * (int64_t)l.hidden * b.words;
+}
+
+int64_t workspace_of(const layer &l, const batch &b, bool is_training)
+{
+    const bool unpacked = b.layout != SEQ_MAJOR_PACKED;
+    const int64_t packed = unpacked ? packed_of(l, b) : 0;
+    int64_t elements = forward_of(l, b) + packed;
+    if (is_training)
+        elements = std::max(elements, backward_of(l, b) + 2 * packed) +
+                   (unpacked ? persistent_of(l, b) : 0);
+    elements += l.all_matrices(l.pseudo_layers());
+    return elements * (int64_t)l.element() + l.pseudo_layers() * PSEUDO_LAYER_BYTES +
+           (unpacked ? 2 : 1) * ALIGNMENT;
 }
 
 } // namespace
@@ -161,20 +273,36 @@ STANDIN_API int cudnnGetRNNWeightParams(void *, void *descriptor, int pseudo_lay
     return 0;
 }
 
-/* Estimates, by a training of three layers of LSTM on an H100: each layer keeps its gates and its
- * cell's state of each step, and all but the last their outputs; a backward pass works on the gates
- * of two layers. */
-STANDIN_API int cudnnGetRNNTempSpaceSizes(void *, void *descriptor, int, void *data,
+/* A generator's state for each thread that a GPU can run; an H200's is 6,488,064 bytes. */
+STANDIN_API int cudnnDropoutGetStatesSize(void *, size_t *bytes)
+{
+    int processors = 0;
+    (void)attribute(&processors, cudaDevAttrMultiProcessorCount, current_gpu());
+    *bytes = (size_t)processors * PROCESSOR_STATE_BYTES;
+    return processors ? 0 : BAD_PARAM;
+}
+
+STANDIN_API int cudnnSetDropoutDescriptor(void *descriptor, void *, float dropout, void *, size_t,
+                                          unsigned long long)
+{
+    return set_dropout(descriptor, dropout);
+}
+
+STANDIN_API int cudnnRestoreDropoutDescriptor(void *descriptor, void *, float dropout, void *,
+                                              size_t, unsigned long long)
+{
+    return set_dropout(descriptor, dropout);
+}
+
+/* Fitted to 708 layers of cuDNN 9.19 on an H200 (docs/fit.md). */
+STANDIN_API int cudnnGetRNNTempSpaceSizes(void *, void *descriptor, int mode, void *data,
                                           size_t *workspace, size_t *reserve)
 {
     const layer l(descriptor);
     const batch b(data);
-    const size_t state = (size_t)b.length * (size_t)b.samples * (size_t)l.hidden * l.element();
-    const size_t count = (size_t)l.pseudo_layers(), gates = (size_t)l.gates();
-    const size_t directions = (size_t)l.directions();
     if (reserve)
-        *reserve = state * (count * (gates + 2) - directions);
+        *reserve = mode == TRAINING ? (size_t)reserve_of(l, b) : 0;
     if (workspace)
-        *workspace = state * gates * (count < 2 * directions ? count : 2 * directions);
+        *workspace = (size_t)workspace_of(l, b, mode == TRAINING);
     return 0;
 }
