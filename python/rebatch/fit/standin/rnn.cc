@@ -1,5 +1,5 @@
 /* Owns what cuDNN says of recurrent layers: how large weights, reserve, workspace and the state of
- * dropout are, and where each weight lies. Descriptors are cuDNN's own, which needs no GPU for them.
+ * dropout are, and where each weight lies. Descriptors are cuDNN's own, which needs no GPU for it.
  * Must not know graphs. */
 #include <dlfcn.h>
 #include <stddef.h>
