@@ -1,5 +1,5 @@
 /** @file arena.h
- *  Memory of captured CUDA graphs, which is lent between their replays.
+ *  Memory of CUDA graphs that is lent between replays.
  *
  *  A graph uses the same addresses in every replay. An arena is a part of a pool that serves the
  *  allocations of a capture, and keeps its addresses until it is destroyed. Between two replays
