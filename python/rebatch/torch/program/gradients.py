@@ -115,7 +115,9 @@ class Accumulators:
             known = {id(p): t if keeps_sums else None for p, t in alike}  # others are let go here
         wanted = set() if keeps_sums else set(known)
         self._parameters = list(parameters)
-        self._sums = [known.get(id(p)) for p in self._parameters]
+        self._sums = [None] * len(self._parameters)
+        if known:
+            self._sums = [known.get(id(p)) for p in self._parameters]
         self._has_sum = [False] * len(self._parameters)
         self._are_dense = False
         self._has_earlier = False
