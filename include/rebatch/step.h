@@ -90,7 +90,7 @@ enum rebatch_step_flags {
      *  themselves and as a replay of the same state, and compares all that is watched bit for bit.
      *  From then on it is replayed. Where the comparison or the capture fails, micro-batches run as
      *  without the flag, and an event says why (REBATCH_EVENT_NOT_CAPTURED). A graph is captured
-     *  anew after a callback that failed, resize, lighten, and where the batch has another size or
+     *  again after a callback that failed, resize, lighten, and where the batch has another size or
      *  what is watched has moved. Other memory that forward_backward reads stays where it is, or a
      *  step without the flag comes after it has moved. Not with lockstep. */
     REBATCH_STEP_CAPTURED = 8

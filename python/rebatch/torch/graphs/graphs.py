@@ -14,7 +14,7 @@ from rebatch.torch.graphs.changes import Changes
 from rebatch.torch.graphs.inputs import Inputs, NotCapturedError, flattened
 from rebatch.torch.graphs.proof import Mark, Noise
 from rebatch.torch.graphs.reads import Reads
-from rebatch.torch.graphs.recorder import live_bytes, recorder_of
+from rebatch.torch.graphs.recorder import can_capture, live_bytes, recorder_of
 from rebatch.torch.private import cudagraph_trees
 from rebatch.torch.program.mistakes import hooked
 from rebatch.torch.program.program import Running
@@ -105,7 +105,7 @@ class Graphs:
             self._turn_off(why)
 
     def _why_not(self) -> str:
-        if recorder_of(self._device) is None:
+        if not can_capture(self._device):
             return f"the model is on {self._device}, where nothing can be captured"
         if hooked(self._parameters):  # type: ignore[arg-type]
             return "a parameter has a hook of register_post_accumulate_grad_hook()"

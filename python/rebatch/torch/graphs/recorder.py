@@ -134,6 +134,9 @@ def live_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def recorder_of(device: torch.device) -> Optional[Recorder]:
-    """None where nothing can be captured."""
-    return Recorder(device) if device.type == "cuda" else None
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def recorder_of(device: torch.device) -> Recorder:
+    return Recorder(device)
