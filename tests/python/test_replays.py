@@ -6,7 +6,10 @@ import contextlib
 import gc
 import random
 import re
+import threading
+import time
 import types
+import unittest.mock
 import warnings
 import weakref
 
@@ -19,6 +22,7 @@ import rebatch.torch as rebatch
 from models import FailAt, make, placed, same_bits, state_of
 from rebatch.torch.batches.outputs import tensors_in
 from rebatch.torch.graphs import graphs as graphs_module
+from rebatch.torch.graphs import recorder as recorder_module
 from rebatch.torch.graphs.changes import Changes
 from rebatch.torch.trainers.backward import TrainerBackward
 
@@ -76,7 +80,7 @@ def recorder(monkeypatch):
     Rerun.made = 0
     if models.DEVICE.type == "cpu":
         monkeypatch.setattr(graphs_module, "can_capture", lambda device: True)
-        monkeypatch.setattr(graphs_module, "recorder_of", lambda device: Rerun(fails))
+        monkeypatch.setattr(graphs_module, "recorder_of", lambda *_: Rerun(fails))
         # Dropout draws from it there, and so does a replay that runs the pass again.
         names, own = Changes.names, ("torch.default_generator", "(a tensor on the CPU)")
         named = lambda self: [n for n in names(self) if not n.endswith(own)]  # noqa: E731
@@ -420,6 +424,79 @@ def test_an_oom_while_capturing_leaves_the_step_eager_for_a_while(recorder):
     run = both("mlp", 20, micro_start=8)
     assert run.replayed[EAGER_STEPS] == 0 and run.replayed[-1] == 2
     assert run.step.report.micro == 8
+
+
+def test_an_evaluation_gets_the_memory_of_graphs_before_its_batch_is_cut():
+    run = Run("gpt", True, micro_start=8).steps(EAGER_STEPS + 2)
+    graphs, program = run.step._training.callbacks.graphs, run.step._training.program
+    assert run.replayed[-1] and graphs._held
+
+    def short(model, samples):
+        if graphs._held:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return models.token_loss(model, samples)
+
+    program.loss_fn = short
+    run.step.evaluate(run.batch)
+    report = run.step.evaluation_report
+    assert report.ooms == 1 and not graphs._held
+    # Of a CPU it is not known whether the memory is there now.
+    assert report.micro == (8 if models.DEVICE.type == "cpu" else 16)
+
+
+# ---- a capture ----
+
+
+@pytest.fixture
+def own_recorder(monkeypatch):
+    """makes CUDA's Recorder, of a CUDA that does nothing."""
+    if models.DEVICE.type != "cpu":
+        pytest.skip("replaces what a GPU has")
+    for name in ("torch", "clear_cublas_workspaces", "get_device_index", "end_failed_capture"):
+        monkeypatch.setattr(recorder_module, name, unittest.mock.MagicMock())
+    return recorder_module.Recorder
+
+
+def test_captures_of_two_threads_come_one_after_another(own_recorder):
+    inside, seen = [], []
+
+    def body():
+        inside.append(1)
+        time.sleep(0.02)
+        seen.append(len(inside))
+        inside.pop()
+
+    threads = [threading.Thread(target=own_recorder(i).record, args=(body,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1, 1, 1]
+
+
+def test_a_generator_of_the_program_is_one_of_the_graph(own_recorder):
+    generator = unittest.mock.MagicMock()
+    recorder = own_recorder("cuda:0", [generator])
+    recorder.record(int)
+    graph = recorder_module.torch.cuda.CUDAGraph()
+    assert [name for name, *_ in graph.mock_calls][:2] == [
+        "register_generator_state",
+        "capture_begin",
+    ]
+    graph.register_generator_state.assert_called_once_with(generator)
+    graph.capture_end.side_effect = RuntimeError("invalidated")
+    with pytest.raises(RuntimeError, match="invalidated"):
+        recorder.record(int)
+    generator.graphsafe_set_state.assert_called_once_with(generator.clone_state())
+
+
+def test_generators_of_the_device_are_those_of_a_graph(monkeypatch):
+    made = unittest.mock.MagicMock()
+    monkeypatch.setattr(recorder_module, "Recorder", made)
+    generators = [torch.Generator("cpu"), random.Random(0)]
+    recorder_module.recorder_of(torch.device("cpu"), generators)
+    recorder_module.recorder_of(torch.device("meta"), generators)
+    assert [call.args[1] for call in made.mock_calls] == [generators[:1], []]
 
 
 # ---- what is refused ----

@@ -305,7 +305,13 @@ class Backward:
             weight, samples = running.weight, running.samples
             with _evaluating(program.modules), training.quiet():
                 results, self.evaluation_report, status = run_map(
-                    session, self._loss_of, batch, samples, id(self), program.cut
+                    session,
+                    self._loss_of,
+                    batch,
+                    samples,
+                    id(self),
+                    program.cut,
+                    training.callbacks.ran_out,
                 )
             session.raise_failure(status)
         counts = [count for count, _ in results]

@@ -1,6 +1,8 @@
 """tests/python/test_replays.py with CUDA's own graphs, and what only these show. A stand-in for
 CUDA captures nothing."""
 
+import threading
+
 import pytest
 import torch
 
@@ -92,3 +94,35 @@ def test_dropping_gives_the_memory_back():
     held = torch.cuda.memory_reserved()
     run.step._training.callbacks.graphs.drop()
     assert torch.cuda.memory_reserved() < held
+
+
+def test_a_generator_of_the_program():
+    states = []
+    for graphs in (True, False):
+        generator = torch.Generator("cuda").manual_seed(3)
+
+        def loss_fn(model, samples, generator=generator):
+            x, y = samples
+            noise = torch.randn(x.shape, device=x.device, generator=generator)
+            return ((model(x + noise) - y) ** 2).mean()
+
+        run = Run("mlp", graphs, loss_fn=loss_fn, generators=[generator], micro_start=8).steps(8)
+        assert run.replayed[-1] == 2 * graphs
+        states.append([*run.state(), generator.get_state()])
+    assert models.same_bits(*states)
+
+
+def test_two_threads_capture_and_replay():
+    def loss_fn(model, samples):  # without random numbers, which the threads would share
+        return ((model.body[0](samples[0])).mean(1) - samples[1]).square().mean()
+
+    runs = [Run("mlp", graphs, loss_fn=loss_fn, micro_start=8) for graphs in (True, True, False)]
+    threads = [threading.Thread(target=run.steps, args=(12,)) for run in runs[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    runs[2].steps(12)
+    assert [run.replayed[-1] for run in runs] == [2, 2, 0]
+    assert models.same_bits(runs[0].state(), runs[2].state())
+    assert models.same_bits(runs[1].state(), runs[2].state())

@@ -21,6 +21,7 @@ def run_map(
     samples: int,
     key: int,
     cut: Cuts,
+    ran_out: Callable[[], None] = lambda: None,
 ) -> Tuple[List[tuple[Any, ...]], MapReport, int]:
     """Call function(samples) without gradients until all samples are done: a list of (count,
     result), in ascending order; the report; and the status for raise_failure(). A call that runs
@@ -29,7 +30,10 @@ def run_map(
 
     def run(microbatch: Any, _user: Any) -> int:
         first, count = microbatch[0].first, microbatch[0].count
-        return session.run(body, first, count)
+        status = session.run(body, first, count)
+        if status == c.Status.OOM:
+            ran_out()
+        return status
 
     def body(first: int, count: int) -> None:
         part = cut.part(batch, first, count, samples)

@@ -189,11 +189,16 @@ class Callbacks:
 
     def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
         status = self.session.run(body, *arguments)
-        if self.graphs and status == c.Status.OOM:
-            self.graphs.ran_out()
+        if status == c.Status.OOM:
+            self.ran_out()
         if self._ranks:
             self._ranks.note_status(status)
         return status
+
+    def ran_out(self) -> None:
+        """Of memory: graphs give theirs back, before fewer samples run."""
+        if self.graphs:
+            self.graphs.ran_out()
 
     def _call_zero_grad(self, _user: Any) -> int:
         return self._run(self._zero_grad)

@@ -259,7 +259,8 @@ class Graphs:
         while len(self._held) >= self._most:
             self._evict()
         try:
-            self._recorder = self._recorder or recorder_of(self._device)
+            generators = self._running.program.generators
+            self._recorder = self._recorder or recorder_of(self._device, generators)
             inputs = Inputs(mb.samples, mb.tensors, self._device)
             weight = Weight(self._running, mb.length, self._device, dtype)
             held = Pass(self._running, self._parameters, inputs, weight)

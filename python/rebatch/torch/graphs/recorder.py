@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import weakref
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 
@@ -19,6 +20,8 @@ from rebatch.torch.private import (
     get_device_index,
 )
 
+# Held in a capture: all share the stream, and the caches that are given back around it.
+_one_at_a_time = threading.RLock()
 
 
 @functools.lru_cache(maxsize=None)
@@ -43,10 +46,11 @@ class Recorder:
     """Captures on one device, one graph after another, in one arena: memory that all its graphs
     share, since no two run at once. Blocks of the arena that are free at the end of a capture serve
     the next one. Once all its graphs are gone, another recorder is needed: PyTorch frees an arena
-    with the last graph in it. With rebatch's allocator the arena is lent between replays."""
+    with the last graph in it. With rebatch's allocator the arena is lent between replays. Passes
+    may draw from `generators` of the program and from the device's own: replays move them on."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()):
+        self._device, self._generators = device, list(generators)
         self._arena = _arena_on(device)
         self._drop_arena: Callable[[], Any] = int
         if self._arena:
@@ -82,7 +86,12 @@ class Recorder:
 
     def record(self, body: Callable[[], Any]) -> "Recording":
         """Run it with its work captured, not done. What it raises comes out, and the capture is
-        gone. The host waits for the device, whose cached memory is given back before."""
+        gone. The host waits for the device, whose cached memory is given back before, and for a
+        capture of another thread."""
+        with _one_at_a_time:
+            return self._record(body)
+
+    def _record(self, body: Callable[[], Any]) -> "Recording":
         torch.cuda.synchronize(self._device)
         gc.collect()  # nodes of earlier graphs of autograd belong to another stream
         torch.clear_autocast_cache()
@@ -93,6 +102,8 @@ class Recorder:
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream), self._cleaned_up(graph):
+                for generator in self._generators:
+                    graph.register_generator_state(generator)
                 # Other threads may pin memory, or ask for events, meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 result = body()
@@ -106,8 +117,8 @@ class Recorder:
     @contextlib.contextmanager
     def _cleaned_up(self, graph: Any) -> Iterator[None]:
         """Around a capture. PyTorch leaves one that CUDA has invalidated half open."""
-        generator = torch.cuda.default_generators[get_device_index(self._device)]
-        state = generator.clone_state()
+        own = torch.cuda.default_generators[get_device_index(self._device)]
+        states = [(each, each.clone_state()) for each in (own, *self._generators)]
         try:
             yield
         except BaseException:
@@ -116,7 +127,8 @@ class Recorder:
             except Exception:
                 with contextlib.suppress(Exception):
                     end_failed_capture(get_device_index(self._device), self._pool)
-                generator.graphsafe_set_state(state)  # the other one waits for the capture's end
+                for generator, state in states:  # the other one waits for the capture's end
+                    generator.graphsafe_set_state(state)
             self.drop()  # before the graph is deleted
             raise
 
@@ -138,5 +150,7 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def recorder_of(device: torch.device) -> Recorder:
-    return Recorder(device)
+def recorder_of(device: torch.device, generators: Sequence[Any]) -> Recorder:
+    """`generators`: those that the program has."""
+    own = [g for g in generators if isinstance(g, torch.Generator) and g.device == device]
+    return Recorder(device, own)
