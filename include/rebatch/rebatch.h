@@ -72,8 +72,8 @@
  *  existing CUDA trainer with rebatch, and mpi.h and nccl.h, by which several ranks vote. Read them
  *  in this order: step.h (the training step), step_in_place.h (the same in the program's loop),
  *  probe.h (the largest micro-batch), pool.h (the allocator), arena.h (memory of CUDA graphs),
- *  device.h (devices), cuda.h (GPUs), config.h (settings in a file), status.h (errors), group.h
- *  (several ranks), current.h (the base of wrap.h).
+ *  sharing.h (memory for others), device.h (devices), cuda.h (GPUs), config.h (settings in a file),
+ *  status.h (errors), group.h (several ranks), current.h (the base of wrap.h).
  *
  *  These rules apply to all functions:
  *  - A function that can fail returns a rebatch_status. Outputs come first, and are NULL or 0 on
@@ -97,6 +97,7 @@
 #include "rebatch/group.h"
 #include "rebatch/pool.h"
 #include "rebatch/probe.h"
+#include "rebatch/sharing.h"
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 #include "rebatch/step_in_place.h"

@@ -157,6 +157,23 @@ struct rbi_pool_bound {
 };
 rebatch_status rbi_pool_get_bound(struct rbi_pool_bound *out, rebatch_pool *pool);
 
+/* ---- what is asked from outside of the thread that trains (task.c) ---- */
+
+/* What is to be done between two micro-batches, where the pool may sleep. `run` is called once,
+ * without the lock, by the thread that trains; afterwards that waits until the pool is awake. */
+struct rbi_pool_task {
+    void (*run)(void *user);
+    void *user;
+};
+/* Borrowed until it has run, or is withdrawn.
+ *  @return false: another one waits */
+bool rbi_pool_post_task(rebatch_pool *pool, struct rbi_pool_task *task);
+/* @return false: it has begun to run, or has run */
+bool rbi_pool_withdraw_task(rebatch_pool *pool, struct rbi_pool_task *task);
+/* Between two micro-batches, by the thread that trains: an atomic load where nothing waits. Outside
+ * of sessions rebatch_pool_mark() does it. */
+void rbi_pool_run_task(rebatch_pool *pool);
+
 /* ---- what it counts ---- */
 
 /* The most bytes live since the mark; the public peaks are left alone. Gives what is live now. */

@@ -9,9 +9,10 @@ static size_t share_of(size_t bytes, uint32_t permille)
 
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes)
 {
-    if (pool->limit_permille == 0)
-        return pool->limit_bytes;
-    return rbi_min(pool->limit_bytes, share_of(device_total_bytes, pool->limit_permille));
+    const size_t limit = rbi_min(pool->limit_bytes, pool->given_bytes);
+    return pool->limit_permille == 0
+               ? limit
+               : rbi_min(limit, share_of(device_total_bytes, pool->limit_permille));
 }
 
 /* What the pool holds, and what it could still have: less than the limit where others have a part

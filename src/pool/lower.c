@@ -6,7 +6,8 @@
 static size_t excess_of(const rebatch_pool *pool)
 {
     const uint64_t reserved = rbi_vm_device_bytes(&pool->vm);
-    return reserved > pool->limit_bytes ? (size_t)reserved - pool->limit_bytes : 0;
+    const size_t limit = rbi_min(pool->limit_bytes, pool->given_bytes);
+    return reserved > limit ? (size_t)reserved - limit : 0;
 }
 
 void rbi_pool_keep_limit(rebatch_pool *pool)
@@ -38,6 +39,39 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     rbi_pool_take_lock(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
+    rbi_pool_keep_limit(pool);
+    rbi_pool_give_lock(pool);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_give(rebatch_pool *pool, size_t most_bytes, size_t *released_bytes)
+{
+    if (released_bytes)
+        *released_bytes = 0;
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    if (most_bytes < pool->page_bytes)
+        return rbi_error(REBATCH_E_INVALID,
+                         "most_bytes is %zu: expected at least one page of %zu bytes", most_bytes,
+                         pool->page_bytes);
+    rbi_pool_take_lock(pool);
+    const uint64_t before = rbi_vm_device_bytes(&pool->vm);
+    pool->given_bytes = most_bytes;
+    rbi_pool_keep_limit(pool);
+    if (released_bytes)
+        *released_bytes = (size_t)(before - rbi_vm_device_bytes(&pool->vm));
+    rbi_pool_give_lock(pool);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_wake(rebatch_pool *pool)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    pool->given_bytes = SIZE_MAX;
     rbi_pool_keep_limit(pool);
     rbi_pool_give_lock(pool);
     return REBATCH_OK;

@@ -55,6 +55,7 @@ rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
+    rbi_pool_run_task(pool);
     rbi_lock_take(&pool->lock);
     pool->promised_bytes = 0;
     pool->overflow.is_open = false;

@@ -58,6 +58,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->page_bytes = rbi_device_page_bytes(pool->device);
     pool->limit_bytes = options->limit_bytes ? options->limit_bytes : SIZE_MAX;
     pool->limit_permille = options->limit_permille;
+    pool->given_bytes = SIZE_MAX;
     pool->keep_room_permille =
         options->keep_room_permille ? options->keep_room_permille : RBI_POOL_KEEP_ROOM;
     pool->headroom_bytes = options->headroom_bytes;

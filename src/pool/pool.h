@@ -13,6 +13,7 @@
 #include "pool/view.h"
 #include "pool/vm/vm.h"
 #include "rebatch/arena.h"
+#include "rebatch/sharing.h"
 
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_PRESSURES 16
@@ -128,6 +129,7 @@ struct rebatch_pool {
     uint32_t keep_room_permille;
     uint32_t rounding_divisions;
     size_t headroom_bytes;
+    size_t given_bytes;    /* the bound of rebatch_pool_give(); SIZE_MAX: none */
     size_t promised_bytes; /* of the last reserve, less what was allocated since */
     bool caching;
     bool is_over_limit;               /* more is reserved than the limit allows: it was lowered */
@@ -186,6 +188,8 @@ struct rebatch_pool {
 
     struct rbi_pool_plan plan;
     struct rbi_pool_overflow overflow;
+
+    _Atomic(struct rbi_pool_task *) task; /* that waits for the thread that trains; NULL: none */
 
     const char *destroyed_by; /* the call that destroys it; NULL: rebatch_pool_destroy() */
     _Atomic(size_t) sessions; /* that use it, and it is not theirs */

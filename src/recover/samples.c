@@ -41,6 +41,7 @@ void rbi_samples_cut(rebatch *rb)
 
 rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
 {
+    rbi_pool_run_task(rb->pool); /* which may leave less memory */
     const bool is_last_resort = !rbi_size_can_shrink(rb, mb->count);
     if (!rbi_session_admits(rb) || is_last_resort || rb->run.ooms.retried_same ||
         rbi_growth_overrules(rb))
