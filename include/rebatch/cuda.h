@@ -41,6 +41,20 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_device_open_cuda(rebatch_device **out,
                                                     const rebatch_cuda_options *options);
 
+/** The limit that other programs set for a GPU in the environment. Every pool on the GPU keeps to
+ *  it, as to REBATCH_MEMORY_LIMIT: the smallest limit holds. It is CUDA_MPS_PINNED_DEVICE_MEM_LIMIT
+ *  of MPS, such as "0=2G,1=512M", or CUDA_DEVICE_MEMORY_LIMIT_<ordinal> of HAMi, such as "3000m",
+ *  or else CUDA_DEVICE_MEMORY_LIMIT. Thread-safe, while the environment does not change.
+ *  @param[out] bytes     0: none
+ *  @param[out] variable  the one that sets it, terminated if size is at least 1; NULL is allowed if
+ *                        size is 0
+ *  @param size           room in bytes, the zero byte included; 40 hold every name
+ *  @param ordinal        the GPU as CUDA counts, with CUDA_VISIBLE_DEVICES applied
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_PARSE: a value is no size, which
+ *          rebatch_last_error() names; it sets no limit, and the others do */
+REBATCH_API rebatch_status rebatch_cuda_limit(size_t *bytes, char *variable, size_t size,
+                                              int ordinal);
+
 /** Describe what a training on this machine would have: versions, GPUs, settings of the
  *  environment, and what would not work here and why. It opens each GPU, as a training does.
  *  `rebatch doctor` prints it. Thread-safe.

@@ -15,6 +15,7 @@ enum {
     ATTRIBUTE_VIRTUAL_MEMORY = 102,
     ATTRIBUTE_HOST_NODE = 134,
     ATTRIBUTE_HOST_VIRTUAL_MEMORY = 141,
+    CODE_INVALID_VALUE = 1,
     CODE_OUT_OF_MEMORY = 2,
     CODE_NOT_READY = 600,
     PINNED_PORTABLE = 1,
@@ -97,9 +98,25 @@ static size_t cuda_page_bytes(void *self)
     return ((struct cuda *)self)->page_bytes;
 }
 
+/* HAMi refuses the call while its container uses more than its limit: then nothing is free. */
+static int ask_memory(const struct rbi_cuda_driver *driver, int gpu, rebatch_memory_info *out)
+{
+    const int code = driver->memory_info(&out->free_bytes, &out->total_bytes);
+    if (code != CODE_INVALID_VALUE)
+        return code;
+    out->free_bytes = 0;
+    return driver->device_total(&out->total_bytes, gpu);
+}
+
 static rebatch_status driver_memory(void *self, rebatch_memory_info *out)
 {
-    CALL(memory_info(&out->free_bytes, &out->total_bytes));
+    struct cuda *cuda = self;
+    int code;
+    const bool entered = enter(cuda, &code);
+    if (!code)
+        code = ask_memory(cuda->driver, cuda->handle, out);
+    leave(cuda, entered);
+    return rebatch_from_cuda(cuda->device, code);
 }
 
 /* Of memory that the GPU shares with the machine, this part stays free: without any, the machine
@@ -661,6 +678,8 @@ rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda
         return status;
     }
     describe_driver(cuda->device, cuda->driver);
+    if (rbi_others_limit_read(&cuda->device->others, o.ordinal))
+        rebatch_clear_error(); /* theirs, which `rebatch doctor` shows */
     *out = cuda->device;
     return REBATCH_OK;
 }

@@ -44,6 +44,7 @@ struct cu_access {
     X(device_get, cuDeviceGet, (int *device, int ordinal))                                         \
     X(device_get_name, cuDeviceGetName, (char *name, int size, int device))                        \
     X(device_get_attribute, cuDeviceGetAttribute, (int *value, int attribute, int device))         \
+    X(device_total, cuDeviceTotalMem_v2, (size_t * bytes, int device))                             \
     X(context_retain, cuDevicePrimaryCtxRetain, (cu_context * context, int device))                \
     X(context_release, cuDevicePrimaryCtxRelease_v2, (int device))                                 \
     X(context_get, cuCtxGetCurrent, (cu_context * context))                                        \

@@ -16,6 +16,7 @@ rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_o
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for device %s", name);
     device->ops = ops;
     device->self = self;
+    device->others.bytes = SIZE_MAX;
     (void)snprintf(device->name, sizeof device->name, "%s", name);
     *out = device;
     return REBATCH_OK;

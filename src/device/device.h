@@ -100,8 +100,15 @@ struct rbi_device_prices {
     uint32_t access; /* for each piece in the range */
 };
 
+/* What others let a process have of a GPU, and the variable that says so; SIZE_MAX: all. */
+struct rbi_others_limit {
+    size_t bytes;
+    char variable[40];
+};
+
 struct rebatch_device {
     atomic_size_t users; /* pools, devices around it: it is not closed under them */
+    struct rbi_others_limit others;
     const struct rbi_device_ops *ops;
     void *self;
     char name[64];
@@ -111,6 +118,9 @@ struct rebatch_device {
 /* Wraps `self` into a device; on failure the caller still owns `self`. */
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,
                                  const char *name);
+
+/* REBATCH_E_PARSE with its text where a variable has no size: then the others count. */
+rebatch_status rbi_others_limit_read(struct rbi_others_limit *out, int ordinal);
 
 /* From the first to the second, rebatch_device_close() does nothing. */
 void rbi_device_hold(rebatch_device *device);

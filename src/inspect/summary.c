@@ -122,6 +122,20 @@ static void add_row(struct rbi_text *t, const char *name, bool is_bytes, const u
     rbi_text_add(t, "\n");
 }
 
+/* Which limit holds. */
+static void add_limit(struct rbi_text *t, const struct rbi_view_facts *facts)
+{
+    if (facts->limit_bytes == SIZE_MAX)
+        return;
+    rbi_text_add(t, "limit ");
+    rbi_text_add_bytes(t, facts->limit_bytes);
+    if (facts->others_bytes != SIZE_MAX) {
+        rbi_text_add(t, "; %s sets ", facts->others_variable);
+        rbi_text_add_bytes(t, facts->others_bytes);
+    }
+    rbi_text_add(t, "\n");
+}
+
 static void add_memory(struct rbi_text *t, const struct rbi_view_facts *facts,
                        const rebatch_pool_stats *s)
 {
@@ -192,6 +206,7 @@ size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
     struct rbi_view_facts facts;
     rbi_pool_get_stats(&stats, pool);
     rbi_view_get_facts(&facts, pool);
+    add_limit(&t, &facts);
     add_memory(&t, &facts, &stats);
     add_tags(&t, pool);
     add_statistics(&t, &stats);

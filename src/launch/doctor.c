@@ -131,6 +131,19 @@ static bool has_host_pages(struct doctor *d, rebatch_device *gpu, bool is_integr
     return false;
 }
 
+/* What MPS or HAMi leave of it. */
+static void add_others_limit(struct doctor *d, const rebatch_device *gpu, int ordinal)
+{
+    struct rbi_others_limit limit;
+    if (gpu->others.bytes != SIZE_MAX) {
+        rbi_text_add(&d->text, "              limit ");
+        rbi_text_add_bytes(&d->text, gpu->others.bytes);
+        rbi_text_add(&d->text, ", set by %s\n", gpu->others.variable);
+    }
+    if (rbi_others_limit_read(&limit, ordinal))
+        add_trouble(d, rebatch_last_error());
+}
+
 static void add_open_gpu(struct doctor *d, const struct rbi_cuda_driver *driver, int ordinal,
                          int handle, rebatch_device *gpu)
 {
@@ -147,6 +160,7 @@ static void add_open_gpu(struct doctor *d, const struct rbi_cuda_driver *driver,
     rbi_text_add(&d->text, ", of which ");
     rbi_text_add_bytes(&d->text, memory.free_bytes);
     rbi_text_add(&d->text, " free beside the context\n");
+    add_others_limit(d, gpu, ordinal);
     if (strstr(name, " MIG "))
         add_trouble(d, "a MIG instance is no peer of another: each trains alone, without NCCL");
     const bool pages = has_pages(d, gpu), host_pages = has_host_pages(d, gpu, is_integrated);

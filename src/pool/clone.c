@@ -337,8 +337,10 @@ rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_
     *out = NULL;
     rebatch_status status = rbi_device_open_dry(dry, REBATCH_UNLIMITED, pool->page_bytes,
                                                 rbi_device_has_virtual_memory(pool->device));
-    if (!status)
+    if (!status) {
+        (*dry)->others = pool->device->others;
         status = fill(out, pool, *dry);
+    }
     if (status) {
         rebatch_device_close(*dry);
         *dry = NULL;

@@ -9,10 +9,11 @@ static size_t share_of(size_t bytes, uint32_t permille)
 
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes)
 {
-    const size_t limit = rbi_min(pool->limit_bytes, pool->given_bytes);
-    return pool->limit_permille == 0
-               ? limit
-               : rbi_min(limit, share_of(device_total_bytes, pool->limit_permille));
+    const size_t others = pool->device->others.bytes;
+    const size_t limit = rbi_min(rbi_min(pool->limit_bytes, pool->given_bytes), others);
+    if (pool->limit_permille == 0)
+        return limit;
+    return rbi_min(limit, share_of(rbi_min(device_total_bytes, others), pool->limit_permille));
 }
 
 /* What the pool holds, and what it could still have: less than the limit where others have a part

@@ -79,11 +79,12 @@ rebatch_status rebatch_pool_wake(rebatch_pool *pool)
 
 void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)
 {
+    const size_t others = pool->device->others.bytes;
     rebatch_memory_info info = {SIZE_MAX, 0, 0};
     (void)rebatch_device_memory(pool->device, &info);
     size_t limit = limit_bytes ? limit_bytes : SIZE_MAX;
     if (limit_permille)
-        limit = rbi_min(limit, info.total_bytes / 1000 * limit_permille);
+        limit = rbi_min(limit, rbi_min(info.total_bytes, others) / 1000 * limit_permille);
     if (limit < rbi_pool_limit(pool, info.total_bytes))
         (void)rebatch_pool_set_limit(pool, limit);
 }

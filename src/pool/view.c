@@ -162,6 +162,10 @@ void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
                                    .taken_bytes = pool->vm.taken_bytes,
                                    .given_bytes = pool->vm.given_bytes,
                                    .stages = pool->stages,
+                                   .limit_bytes =
+                                       rbi_min(pool->limit_bytes, pool->device->others.bytes),
+                                   .others_bytes = pool->device->others.bytes,
+                                   .others_variable = pool->device->others.variable,
                                    .log = &pool->log};
 }
 

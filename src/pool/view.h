@@ -68,6 +68,8 @@ struct rbi_view_facts {
     uint64_t taken_bytes, given_bytes; /* from and to the device, since create */
     const uint64_t *stages;            /* how often each was tried, by rebatch_pool_stage */
     const struct rbi_event_log *log;
+    size_t limit_bytes, others_bytes; /* SIZE_MAX: none; the second is of a variable of others */
+    const char *others_variable;
 };
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool);
 /* With those that are worked out. */

@@ -3,7 +3,8 @@
  * is written into the file that DRIVER_LOG names; with DRIVER_LOG_WAITS, waits are there too.
  * DRIVER_BYTES is how much memory there is, 64 MiB unless it is set; DRIVER_HAS is the number of
  * the one attribute that the GPU has; DRIVER_PAGE is the page's size of its virtual memory, all
- * other calls of which it refuses. Must not know the tests. */
+ * other calls of which it refuses. With DRIVER_REFUSES_INFO it does not say what is free, as HAMi.
+ * Must not know the tests. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -184,7 +185,7 @@ CALL(cuMemRelease, (pointer handle), { return give("cuMemRelease", handle); })
 CALL(cuMemGetInfo_v2, (size_t * free_bytes, size_t *total_bytes), {
     *total_bytes = capacity();
     *free_bytes = capacity() - in_use();
-    return OK;
+    return getenv("DRIVER_REFUSES_INFO") ? INVALID_VALUE : OK;
 })
 /* What a later driver may have. */
 CALL(cuMemGetInfo_v3, (size_t * free_bytes, size_t *total_bytes, int device), {

@@ -66,3 +66,15 @@ Test(cli_doctor, help_and_wrong_usage)
     cr_expect(help.code == 0 && strstr(help.out, "usage: rebatch doctor\n"), "%s", help.out);
     cli_expect_refused("", "doctor", "more", 2, "usage: rebatch doctor\n");
 }
+
+Test(cli_doctor, the_limit_that_others_set_is_said_and_a_value_that_is_none)
+{
+    AUTO_DONE(r) = run_on("gpu", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=16M");
+    cr_expect(strstr(r.out, "\n              limit 16.0 MiB, set by "
+                            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT\n"),
+              "%s", r.out);
+    AUTO_DONE(wrong) = run_on("gpu", "CUDA_DEVICE_MEMORY_LIMIT_0=all");
+    cr_expect(strstr(wrong.out, "\nnot here      CUDA_DEVICE_MEMORY_LIMIT_0 is \"all\": expected "),
+              "%s", wrong.out);
+    cr_expect(!strstr(wrong.out, " set by "), "%s", wrong.out);
+}

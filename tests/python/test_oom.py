@@ -1,6 +1,7 @@
 """Which exceptions are OOMs, in all their masks, and which are not."""
 
 import gc
+import types
 import weakref
 
 import pytest
@@ -25,6 +26,11 @@ OOMS = (
     RuntimeError("HIP error: out of memory\nHIP kernel errors might be asynchronously reported"),
     RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
     RuntimeError("hipErrorOutOfMemory"),
+    RuntimeError("HIP driver error: out of memory"),
+    RuntimeError("cusolver error: HIPSOLVER_STATUS_ALLOC_FAILED, when calling `hipsolverCreate`"),
+    RuntimeError("NCCL Error 1: unhandled cuda error\nLast error:\nHIP failure 'out of memory'"),
+    RuntimeError("miopenStatusAllocFailed"),
+    RuntimeError("Invalid buffer size: 19.45 GiB"),
     RuntimeError("MPS backend out of memory (MPS allocated: 0 bytes, other allocations: 1 GiB)"),
     RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
     RuntimeError("NCCL Error 1: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
@@ -44,6 +50,7 @@ OOMS = (
 
 OTHERS = (
     RuntimeError("my buffer is out of memory slots"),
+    RuntimeError("Invalid buffer size: expected 4, got 8"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
@@ -99,8 +106,34 @@ def test_an_error_in_the_handling_of_an_oom_is_none():
 
 def test_ambiguous_texts_are_ooms_where_the_gpu_is_full(monkeypatch):
     monkeypatch.setattr(oom, "_memory_is_short", lambda: True)
-    assert is_oom(OTHERS[4]) and is_oom(OTHERS[5])
-    assert not is_oom(OTHERS[1])
+    assert is_oom(OTHERS[5]) and is_oom(OTHERS[6])
+    assert not is_oom(OTHERS[2])
+
+
+def test_a_gpu_that_does_not_say_what_is_free_is_full(monkeypatch):
+    def refuse(device=None):
+        raise RuntimeError("CUDA error: invalid argument")  # HAMi, over its limit
+
+    error = RuntimeError("CUDA error: unrecognized error code")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 34, 1 << 35))
+    assert not is_oom(error)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    properties = lambda device: types.SimpleNamespace(total_memory=1 << 35)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert is_oom(error) and is_oom(RuntimeError("CUDA error: invalid argument"))
+
+
+def test_ambiguous_texts_are_asked_of_an_xpu(monkeypatch):
+    error = RuntimeError("UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)")
+    assert not is_oom(error)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda: (1 << 34, 1 << 35))
+    assert not is_oom(error)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda: (1 << 20, 1 << 35))
+    assert is_oom(error)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,114 @@ Test(device_driver, shared_memory_that_the_machine_has_not_is_out_of_memory)
     rebatch_device_close(device);
 }
 
+/* ---- what others leave of a GPU ---- */
+
+/* HAMi refuses to say what is free while its container uses more than its limit. */
+Test(device_driver, a_refusal_to_say_what_is_free_says_that_nothing_is)
+{
+    (void)setenv("DRIVER_REFUSES_INFO", "1", 1);
+    rebatch_device *const device = open_gpu_with("", (uint64_t)64 << 20);
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(info.free_bytes, 0);
+    cr_assert_eq(info.total_bytes, 64 << 20);
+    cr_assert_eq(rebatch_from_cuda(device, 303), REBATCH_OOM, "a module finds no memory");
+    rebatch_device_close(device);
+}
+
+static const char *const limits[] = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_DEVICE_MEMORY_LIMIT",
+                                     "CUDA_DEVICE_MEMORY_LIMIT_1"};
+
+static void check_limit(const char *const *values, int ordinal, size_t bytes, int variable,
+                        int refused)
+{
+    char name[40];
+    size_t found;
+    for (size_t i = 0; i < 3; i++)
+        (void)(values[i] ? setenv(limits[i], values[i], 1) : unsetenv(limits[i]));
+    const rebatch_status status = rebatch_cuda_limit(&found, name, sizeof name, ordinal);
+    cr_expect_eq(found, bytes, "%zu, expected %zu", found, bytes);
+    cr_expect_str_eq(name, variable < 0 ? "" : limits[variable]);
+    cr_expect_eq(status, refused < 0 ? REBATCH_OK : REBATCH_E_PARSE, "%s", rebatch_last_error());
+    if (refused >= 0 && values[refused]) {
+        char words[160];
+        (void)snprintf(words, sizeof words, "%s is \"%s\": expected a size such as ",
+                       limits[refused], values[refused]);
+        cr_expect(strstr(rebatch_last_error(), words), "\"%s\" does not say \"%s\"",
+                  rebatch_last_error(), words);
+    }
+}
+
+#define MIB ((size_t)1 << 20)
+
+Test(device_driver, the_smallest_limit_of_others_holds)
+{
+    static const struct {
+        const char *values[3];
+        int ordinal;
+        size_t bytes;
+        int variable, refused; /* -1: none */
+    } rows[] = {
+        {{NULL}, 0, 0, -1, -1},
+        {{"0=2G,1=512M"}, 0, 2048 * MIB, 0, -1},
+        {{"0=2G,1=512M"}, 1, 512 * MIB, 0, -1},
+        {{"0=2G,1=512MB"}, 1, 512 * MIB, 0, -1},
+        {{"0=2G"}, 1, 0, -1, -1},
+        {{NULL, "4g"}, 0, 4096 * MIB, 1, -1},
+        {{NULL, "4g", "3000m"}, 0, 4096 * MIB, 1, -1},
+        {{NULL, "4g", "3000m"}, 1, 3000 * MIB, 2, -1},
+        {{NULL, "4g", "8g"}, 1, 8192 * MIB, 2, -1}, /* HAMi: a GPU's own comes first */
+        {{NULL, "1048576"}, 1, MIB, 1, -1},
+        {{NULL, "512k"}, 1, MIB / 2, 1, -1},
+        {{NULL, "0"}, 0, 0, -1, -1}, /* HAMi: no limit */
+        {{"", "", ""}, 1, 0, -1, -1},
+        {{"0=2G", "1g"}, 0, 1024 * MIB, 1, -1},
+        {{"0=1G", "2g"}, 0, 1024 * MIB, 0, -1},
+        {{"half", "2g"}, 0, 2048 * MIB, 1, 0},
+        {{"0=2G", "4 GPUs"}, 0, 2048 * MIB, 0, 1},
+        {{"0=2G,1", NULL}, 1, 0, -1, 0},
+        {{"0=2G;1=1G", NULL}, 0, 0, -1, 0},
+        {{"=2G", NULL}, 0, 0, -1, 0},
+        {{NULL, "-1g"}, 0, 0, -1, 1},
+        {{NULL, "99999999999999999999g"}, 0, 0, -1, 1},
+        {{NULL, "99999999999g"}, 0, 0, -1, 1},
+        {{NULL, "4g", "all"}, 1, 0, -1, 2},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        check_limit(rows[i].values, rows[i].ordinal, rows[i].bytes, rows[i].variable,
+                    rows[i].refused);
+    cr_expect_eq(rebatch_cuda_limit(NULL, NULL, 0, 0), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_cuda_limit(&(size_t){0}, NULL, 1, 0), REBATCH_E_INVALID);
+}
+
+/* Also where the program sets another limit later; a share is one of what others leave. */
+Test(device_driver, a_pool_keeps_to_the_limit_of_others)
+{
+    (void)setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=16M", 1);
+    rebatch_device *const device = open_gpu_with("", (uint64_t)64 << 20);
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    rebatch_pool *pool;
+    void *block;
+    char text[8192];
+    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_eq(rebatch_pool_alloc(&block, pool, 20 << 20, NULL, 0), REBATCH_OOM);
+    cr_expect_eq(rebatch_pool_set_limit(pool, 0), REBATCH_OK);
+    cr_expect_eq(rebatch_pool_alloc(&block, pool, 20 << 20, NULL, 0), REBATCH_OOM);
+    cr_expect_eq(rebatch_pool_alloc(&block, pool, 12 << 20, NULL, 0), REBATCH_OK);
+    cr_expect_eq(rebatch_pool_free(pool, block), REBATCH_OK);
+    (void)rebatch_pool_format_summary(text, sizeof text, pool);
+    const char line[] = "limit 16.0 MiB; CUDA_MPS_PINNED_DEVICE_MEM_LIMIT sets 16.0 MiB\n";
+    cr_expect(strncmp(text, line, sizeof line - 1) == 0, "%.100s", text);
+    rebatch_pool_destroy(pool);
+    options.limit_permille = 500;
+    cr_assert_eq(rebatch_pool_create(&pool, device, &options), REBATCH_OK);
+    cr_expect_eq(rebatch_pool_alloc(&block, pool, 10 << 20, NULL, 0), REBATCH_OOM);
+    cr_expect_eq(rebatch_pool_alloc(&block, pool, 6 << 20, NULL, 0), REBATCH_OK);
+    cr_expect_eq(rebatch_pool_free(pool, block), REBATCH_OK);
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(device);
+}
+
 /* ---- with which arguments the driver is called ---- */
 
 #define PAGE ((size_t)2 << 20)

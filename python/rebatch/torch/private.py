@@ -141,6 +141,17 @@ def memory_fraction(device: int) -> float:
     return float(torch._C._cuda_getMemoryFraction(device))
 
 
+def mem_get_info(device: Any = None) -> Tuple[int, int]:
+    """Free and all bytes of a GPU. HAMi refuses the question while its container uses more than its
+    limit: then nothing is free."""
+    try:
+        return torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+        return 0, int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def memory_stats(device: int) -> Dict[str, Any]:
     """Nested, unlike torch.cuda.memory_stats(), and so several times faster."""
     return torch._C._cuda_memoryStats(device)

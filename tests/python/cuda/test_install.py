@@ -300,6 +300,40 @@ def test_the_environments_limit_holds_when_the_limit_changes():
     assert child(LARGEST + script, REBATCH_MEMORY_LIMIT="64MiB") == "True False\n" * 2
 
 
+@pytest.mark.parametrize(
+    "variables, arguments, most",
+    [
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=32M,1=8M"}, "", 32),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=32M"}, "'16MiB'", 16),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=64M"}, "'50%'", 32),
+        ({"CUDA_DEVICE_MEMORY_LIMIT_0": "32m", "CUDA_DEVICE_MEMORY_LIMIT": "8m"}, "'64MiB'", 32),
+        ({"CUDA_DEVICE_MEMORY_LIMIT": "64m", "REBATCH_MEMORY_LIMIT": "32MiB"}, "", 32),
+    ],
+)
+def test_the_limits_of_mps_and_hami_hold(variables, arguments, most):
+    script = f"rebatch.install({arguments})\nprint(fits({most - 2}), fits({most + 2}))\n"
+    script += "print(rebatch.summary().splitlines()[0])\n"
+    holds, line = child(LARGEST + script, STANDIN_MEMORY=str(GIB), **variables).splitlines()
+    assert holds == "True False"
+    others = [name for name in variables if name.startswith("CUDA_")]
+    assert line.startswith("limit ") and others[0] in line
+
+
+def test_a_limit_of_others_that_is_no_size_is_told_and_not_obeyed():
+    script = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    rebatch.install()\n"
+        "print(fits(128), *{str(w.message) for w in said}, sep='\\n')\n"
+    )
+    printed = child(LARGEST + script, STANDIN_MEMORY=str(GIB), CUDA_DEVICE_MEMORY_LIMIT="all")
+    assert printed == (
+        'True\nrebatch: CUDA_DEVICE_MEMORY_LIMIT is "all": expected a size such as 4g, so it is no '
+        "limit here\n"
+    )
+
+
 def test_a_step_without_install_has_the_environments_limit():
     script = (
         "import rebatch.torch\n"
@@ -315,8 +349,13 @@ def test_a_step_without_install_has_the_environments_limit():
         "rebatch.torch.map(weight, torch.ones(4, 8, device='cuda'))\n"
         "print(abs(torch.cuda.get_per_process_memory_fraction() / lower - 1) < 1e-3)\n"
     )
-    printed = child(LARGEST + script, REBATCH_MEMORY_LIMIT="256MiB", STANDIN_MEMORY=str(GIB))
-    assert printed == "True\nTrue False\nTrue\n"
+    for variables in (
+        {"REBATCH_MEMORY_LIMIT": "256MiB"},
+        {"CUDA_DEVICE_MEMORY_LIMIT_0": "256m"},
+        {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=512M", "REBATCH_MEMORY_LIMIT": "50%"},
+    ):
+        printed = child(LARGEST + script, STANDIN_MEMORY=str(GIB), **variables)
+        assert printed == "True\nTrue False\nTrue\n"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ struct Slot {
     std::atomic<rebatch_pool *> pool{nullptr};
     rebatch_device *device = nullptr;
     size_t total_bytes = 0;
+    size_t others_bytes = 0;           // what MPS or HAMi leave of it; 0: all
     std::atomic<double> fraction{1.0}; // set_per_process_memory_fraction()
     // What each may hold, as it was last told. SIZE_MAX: any; 0: it was not told.
     std::atomic<size_t> pool_limit{0}, native_limit{SIZE_MAX};
@@ -59,15 +60,16 @@ size_t less(size_t bytes, size_t taken)
     return bytes > taken ? bytes - taken : 0;
 }
 
-// The limit in bytes: the lowest of limit_bytes, limit_permille and the memory fraction.
+// The limit in bytes: the lowest of limit_bytes, limit_permille, the memory fraction and others'.
 // SIZE_MAX: none.
 size_t limit_of(const Slot &slot)
 {
-    size_t limit = SIZE_MAX;
+    size_t limit = slot.others_bytes ? slot.others_bytes : SIZE_MAX;
+    const size_t most = std::min(slot.total_bytes, limit);
     if (options.limit_bytes)
-        limit = options.limit_bytes;
+        limit = std::min(limit, options.limit_bytes);
     if (options.limit_permille)
-        limit = std::min(limit, slot.total_bytes / 1000 * options.limit_permille);
+        limit = std::min(limit, most / 1000 * options.limit_permille);
     const double fraction = slot.fraction.load();
     if (fraction < 1.0)
         limit = std::min(limit, static_cast<size_t>(fraction * double(slot.total_bytes)));
@@ -125,6 +127,7 @@ rebatch_status open_locked(Slot &slot, int device)
     status = rebatch_device_memory(slot.device, &memory);
     if (status == REBATCH_OK) {
         slot.total_bytes = memory.total_bytes;
+        (void)rebatch_cuda_limit(&slot.others_bytes, nullptr, 0, device);
         slot.fraction = native_fraction(device);
         rebatch_pool_options own = options;
         own.may_wait = may_wait_for_gpu;

@@ -15,7 +15,12 @@ from rebatch import _library
 from rebatch import snapshot as snapshots
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import front_library, phases, settings
-from rebatch.torch.private import clear_cublas_workspaces, get_device_index, memory_fraction
+from rebatch.torch.private import (
+    clear_cublas_workspaces,
+    get_device_index,
+    mem_get_info,
+    memory_fraction,
+)
 
 _front_library: Any = None  # once installed
 _Size = Union[int, str, None]
@@ -148,6 +153,8 @@ def _pytorchs_members() -> dict[str, int]:
 
 
 def _warn_of_settings() -> None:
+    for gpu in range(torch.cuda.device_count()):
+        _others_limit(gpu)
     names = settings.without_effect(settings.read_settings())
     if names:
         warnings.warn(
@@ -164,6 +171,15 @@ def _environment_limit() -> tuple[int, int]:
     return count.value, share.value
 
 
+def _others_limit(gpu: int) -> int:
+    """Bytes that variables of MPS or HAMi leave of a GPU; 0: they set no limit."""
+    count = ctypes.c_size_t()
+    status = _library.lib.rebatch_cuda_limit(ctypes.byref(count), None, 0, gpu)
+    if status != _library.Status.OK:
+        warnings.warn(f"rebatch: {_library.last_error()}", stacklevel=user_stacklevel())
+    return count.value
+
+
 def _pool_options(members: dict[str, int]) -> _library.PoolOptions:
     """The options of a pool, whose limit is at most that of the environment."""
     options = _library.PoolOptions(**members)
@@ -176,12 +192,14 @@ def _pool_options(members: dict[str, int]) -> _library.PoolOptions:
 def limit_native(device: torch.device) -> None:
     """The environment's limit for PyTorch's native allocator, unless it has a lower one."""
     count, share = _environment_limit()
-    if not (count or share):
+    others = _others_limit(device.index)
+    if not (count or share or others):
         return
-    total = torch.cuda.mem_get_info(device)[1]
-    fractions = [count / total if count else 1.0, share / 1000 or 1.0]
-    if min(fractions) < memory_fraction(device.index):
-        torch.cuda.set_per_process_memory_fraction(min(fractions), device)
+    total = mem_get_info(device)[1]
+    most = min(total, others or total)
+    fraction = min(count or most, most * share // 1000 or most, most) / total
+    if fraction < memory_fraction(device.index):
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def _bytes(name: str, size: int | str) -> int:

@@ -8,7 +8,12 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from rebatch import _library as c
-from rebatch.torch.private import memory_fraction, memory_stats, reset_peak_memory_stats
+from rebatch.torch.private import (
+    mem_get_info,
+    memory_fraction,
+    memory_stats,
+    reset_peak_memory_stats,
+)
 from rebatch.torch.session.weak_methods import weakly
 
 # Times that the peak of a callback is measured at each size, and whole steps in which it is. A
@@ -152,7 +157,7 @@ class NativeMeter:
     def _outside(self, _user: Any) -> int:
         """0 where the limit of this process comes first."""
         reserved = self._reserved_bytes()
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = mem_get_info(self._device)
         limit = int(total * memory_fraction(self._device.index))
         return 0 if limit <= free + reserved else total - free - reserved
 
@@ -163,7 +168,7 @@ class NativeMeter:
 
     def _most_bytes(self, statistics: dict[Any, Any]) -> int:
         """That can be allocated in all, by what the device has."""
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = mem_get_info(self._device)
         reserved = int(statistics["reserved_bytes"]["all"]["current"])
         return min(free + reserved, int(total * memory_fraction(self._device.index)))
 

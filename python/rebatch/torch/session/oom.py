@@ -10,7 +10,7 @@ from typing import Iterator, List, Optional, Set
 import torch
 
 from rebatch._user_code import is_own
-from rebatch.torch.private import memory_stats
+from rebatch.torch.private import mem_get_info, memory_stats
 
 # Texts of exceptions that are not torch.OutOfMemoryError. Each is the library's own wording, so a
 # user's text that merely speaks of memory is none.
@@ -19,6 +19,7 @@ _TEXTS = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "HIP error: out of memory",
+    "HIP driver error: out of memory",
     "MPS backend out of memory",
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU
     "Triton Error [CUDA]: out of memory",
@@ -31,6 +32,9 @@ _TEXTS = (
     "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
     "CUFFT_ALLOC_FAILED",
     "HIPBLAS_STATUS_ALLOC_FAILED",
+    "HIPSOLVER_STATUS_ALLOC_FAILED",
+    "rocblas_status_memory_error",
+    "miopenStatusAllocFailed",
     "HIPSPARSE_STATUS_ALLOC_FAILED",
     "HIPFFT_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -40,7 +44,8 @@ _TEXTS = (
     "DefaultCPUAllocator: not enough memory",
 )
 _PATTERNS = (
-    re.compile(r"Cuda failure (\d+ )?'out of memory'"),  # NCCL
+    re.compile(r"(Cuda|HIP) failure:? (\d+ )?'out of memory'"),  # NCCL, RCCL
+    re.compile(r"^Invalid buffer size: [\d.]+ [KMGT]i?B"),  # MPS: one tensor is too large
     # On MIG and Jetson PyTorch 2.8 to 2.13 fail while they write the message of an OOM: NVML does
     # not list there what processes use. Nothing else in this file of PyTorch asks NVML.
     re.compile(r'NVML_SUCCESS == .*INTERNAL ASSERT FAILED at ".*CUDACachingAllocator\.cpp"'),
@@ -56,8 +61,12 @@ _AMBIGUOUS = (
     "CUDNN_STATUS_EXECUTION_FAILED",
     "CUSOLVER_STATUS_INTERNAL_ERROR",
     "CUFFT_INTERNAL_ERROR",
+    "HIPBLAS_STATUS_NOT_INITIALIZED",
+    "HIPBLAS_STATUS_INTERNAL_ERROR",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",  # XPU
     "CUDA driver error: device not ready",
     "CUDA error: unrecognized error code",  # of libraries that share a GPU out
+    "CUDA error: invalid argument",  # of HAMi, which refuses to say what is free
     "CUDA error: shared object initialization failed",  # a kernel that is loaded when it first runs
     "CUDA error: operation failed due to a previous error during capture",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
@@ -81,13 +90,13 @@ def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
 
 
 def _memory_is_short() -> bool:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return False
-    try:
-        free, _ = torch.cuda.mem_get_info()
-    except RuntimeError:  # the device is lost
-        return False
-    return free < _SHORT_BYTES
+    for gpu, ask in ((torch.cuda, mem_get_info), (torch.xpu, torch.xpu.mem_get_info)):
+        if gpu.is_available() and gpu.is_initialized():
+            try:
+                return ask()[0] < _SHORT_BYTES
+            except RuntimeError:  # the device is lost
+                return False
+    return False
 
 
 def _is_oom_itself(error: BaseException, allocation_failed: bool) -> bool:
