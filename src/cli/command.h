@@ -41,6 +41,13 @@ int rbi_run_help(int count, char **arguments);
 int rbi_doctor_main(int count, char **arguments);
 int rbi_doctor_help(int count, char **arguments);
 
+/* ---- trainings that run (ask_command.c) ---- */
+
+int rbi_ask_main(int count, char **arguments);
+int rbi_ask_help(int count, char **arguments);
+int rbi_top_main(int count, char **arguments);
+int rbi_top_help(int count, char **arguments);
+
 /* ---- settings (config_command.c) ---- */
 
 int rbi_config_main(int count, char **arguments);

@@ -45,6 +45,10 @@ struct rbi_variable rbi_setting_variable(const struct rbi_setting *setting)
 {
     struct rbi_variable variable = {RBI_VARIABLE_PREFIX};
     rbi_assert(sizeof RBI_VARIABLE_PREFIX + strlen(setting->key) <= sizeof variable.name);
+    if (setting->variable) {
+        memcpy(variable.name, setting->variable, strlen(setting->variable) + 1);
+        return variable;
+    }
     char *to = variable.name + strlen(variable.name);
     for (const char *c = setting->key; *c && to < variable.name + sizeof variable.name - 1; c++)
         *to++ = *c == '.' ? '_' : *c >= 'a' && *c <= 'z' ? (char)(*c - 'a' + 'A') : *c;

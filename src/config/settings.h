@@ -85,6 +85,10 @@ enum rbi_setting_kind {
       .most = UINT32_MAX,                                                                          \
       .help = "How many of the latest allocations, frees, mappings, OOMs and rollbacks are "       \
               "kept for snapshots.")                                                               \
+    X(MEMORY_YIELD, .key = "memory.yield", .variable = "REBATCH_YIELD", .kind = RBI_TEXT,          \
+      .initial = "none", .most = 600, .may_be_none = true,                                         \
+      .help = "Socket by which others ask for memory: a path, a folder of such sockets, or 1 for " \
+              "the folder that `rebatch top` lists. 0: none.")                                     \
     X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "auto",            \
       .choices = {"auto", "halve", "fit", "stop"},                                                 \
       .help =                                                                                      \
@@ -154,7 +158,8 @@ enum rbi_setting_kind {
 #define RBI_CHOICES_MOST 6
 
 struct rbi_setting {
-    const char *key; /* "group.name" */
+    const char *key;      /* "group.name" */
+    const char *variable; /* where it is not made of the key; NULL: it is */
     enum rbi_setting_kind kind;
     const char *initial; /* the default, as it would stand in a variable */
     uint64_t least, most;

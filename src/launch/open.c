@@ -3,17 +3,26 @@
 #include <pthread.h>
 
 #include "launch/launch.h"
+#include "launch/yield.h"
 #include "probe/tuner.h"
 #include "rebatch/current.h"
 
+/* `config` is where its settings are from; NULL: they are the program's. */
 static rebatch_status open_session(rebatch **out, rebatch_device *device,
-                                   const rebatch_options *options)
+                                   const rebatch_options *options, const rebatch_config *config)
 {
     static const struct rbi_session_parts parts = {
         .create_tuner = rbi_tuner_create,
         .open_launch = rbi_launch_open,
     };
-    return rbi_session_open(out, device, options, &parts);
+    rebatch_status status = rbi_session_open(out, device, options, &parts);
+    if (!status)
+        status = rbi_yield_open(*out, config);
+    if (!status || !out)
+        return status;
+    rebatch_close(*out);
+    *out = NULL;
+    return status;
 }
 
 /* What the environment sets overrides `given`, which may be NULL. The settings are there until the
@@ -33,7 +42,7 @@ static rebatch_status open_with_environment(rebatch **out, rebatch_device *devic
     rbi_config_override(&options, config);
     status = rbi_config_check_device(config, device);
     if (!status)
-        status = open_session(out, device, &options);
+        status = open_session(out, device, &options, config);
     rebatch_config_free(config);
     return status;
 }
@@ -48,7 +57,7 @@ static bool asks_for_environment(const rebatch_options *options)
 rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch_options *options)
 {
     if (!asks_for_environment(options))
-        return open_session(out, device, options);
+        return open_session(out, device, options, NULL);
     if (out)
         *out = NULL;
     if (!out || !device)
@@ -65,7 +74,7 @@ static rebatch_status open_on(rebatch **out, rebatch_device *device, const rebat
     if (!status)
         status = rebatch_config_options(&options, config);
     if (!status)
-        status = open_session(out, device, &options);
+        status = open_session(out, device, &options, config);
     if (status)
         rebatch_device_close(device);
     else

@@ -156,6 +156,7 @@ size_t rbi_cut(rebatch *rb, size_t first)
 void rbi_size_set(rebatch *rb, size_t size)
 {
     rbi_assert(size > 0 || rb->run.by_cost);
+    rb->sizes.by_memory |= size < rbi_size_now(rb);
     if (rb->run.by_cost)
         rb->sizes.budget = size;
     else

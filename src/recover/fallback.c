@@ -153,7 +153,7 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     const rebatch_status status = lighten(rb, &is_lighter);
     if (is_lighter)
         *kind = REBATCH_EVENT_LIGHTEN;
-    else if (!status && try_last(rb))
+    else if (!status && (rbi_asked_lift(rb) || try_last(rb)))
         *kind = REBATCH_EVENT_RETRY;
     return status;
 }

@@ -299,6 +299,30 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event);
 void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
                         void *user);
 
+/* ---- who is asked for memory while sessions use it (asked.c) ---- */
+
+enum rbi_turn {
+    RBI_TURN_BEGINS, /* a step, a map, or a probe */
+    RBI_TURN_ENDS,   /* what began has ended, with its report filled in */
+    RBI_TURN_CLOSES  /* the session goes */
+};
+struct rbi_asker {
+    /* In the thread of the step, where no callback runs. */
+    void (*on_turn)(rebatch *rb, enum rbi_turn turn);
+    /* Nothing smaller or lighter is left to run, and `missing_bytes` (0: not known) are short.
+     *  @return whether there is more now */
+    bool (*lift)(rebatch *rb, uint64_t missing_bytes);
+};
+/* What the run that ends has come to. */
+const rebatch_step_report *rbi_session_report(const rebatch *rb);
+/* Whether its pool was there before it. */
+bool rbi_session_borrows_pool(const rebatch *rb);
+/* One in the process; NULL: none. */
+void rbi_asker_set(const struct rbi_asker *asker);
+/* What the pool must hold for a run to go on with its smallest micro-batch, as far as it is known,
+ * and for its update: what is in use now, and what they add. While callbacks can run. */
+uint64_t rbi_session_needs(const rebatch *rb);
+
 /* ---- what a session is given when it is opened (session.c) ---- */
 
 /* What the environment asks for in a session: a probe instead of training, a cap, failures on

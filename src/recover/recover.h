@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 
 #include "device/device.h"
+#include "recover/asked.h"
 #include "recover/captured.h"
 #include "recover/interface.h"
 
@@ -460,6 +461,7 @@ struct rbi_sizes {
     size_t micro;    /* SIZE_MAX: as large as the limits allow */
     size_t budget;   /* of cost; SIZE_MAX: no bound */
     bool has_budget; /* there was a step by cost */
+    bool by_memory;  /* it was made smaller since it began, or is being learned */
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];
     size_t known_next;  /* the entry to give up next */
@@ -839,6 +841,7 @@ struct rebatch {
 
     /* what is learned and made */
     uint64_t step;
+    double short_share;     /* rebatch_step_report.short_of_memory */
     bool has_updated;       /* an update has run */
     uint64_t update_bytes;  /* that the next one will need; 0: not known */
     struct rbi_sizes sizes; /* of the function whose samples run: the step's, or a map's */

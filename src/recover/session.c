@@ -285,6 +285,7 @@ void rebatch_close(rebatch *rb)
         (rb->pool && rbi_pool_check_caller(rb->pool, "rebatch_close")))
         return;
     rbi_current_forget(rb);
+    rbi_asked_turn(rb, RBI_TURN_CLOSES);
     close_launch(&rb->launch);
     rbi_log_close(&rb->log);
     rbi_learn_stop(rb);

@@ -158,6 +158,7 @@ void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options)
     sizes->micro = options->micro_start ? options->micro_start : SIZE_MAX;
     sizes->growth.wait = options->grow_after;
     sizes->model_factor = 1;
+    sizes->by_memory = options->learn == REBATCH_ON;
 }
 
 size_t rbi_micro_upper(const rebatch *rb, size_t batch)

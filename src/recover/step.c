@@ -95,6 +95,7 @@ void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
     if (turn != rb->residents || !rb->residents) /* else it has begun already */
         rb->outer.residents = turn;
     rb->outer.overflow |= rbi_pool_close_overflow(rb->pool);
+    rbi_asked_turn(rb, RBI_TURN_BEGINS);
 }
 
 void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
@@ -112,6 +113,7 @@ void rbi_step_is_probe(rebatch *rb)
 void rbi_step_end(rebatch *rb)
 {
     rbi_assert(rb->run.ops && !rb->callback.is_running);
+    rbi_asked_turn(rb, RBI_TURN_ENDS);
     rb->run.ops = NULL;
     rb->captured.is_on = false;
     rb->run.most = SIZE_MAX;
@@ -259,9 +261,19 @@ static void succeed(rebatch *rb)
     rb->step++;
 }
 
+/* An average over time whose weights fall to 1/e in a minute, as avg60 of Linux's pressure stall
+ * information. */
+static void count_short(rebatch *rb)
+{
+    const double seconds = (double)(rbi_now_ns() - rb->run.began_ns) / 1e9;
+    const double is_short = rb->sizes.by_memory && rbi_size_is_cut(rb) ? 1 : 0;
+    rb->short_share += seconds / (60 + seconds) * (is_short - rb->short_share);
+}
+
 void rbi_step_report(rebatch *rb, rebatch_status status)
 {
     rebatch_step_report *report = &rb->run.report;
+    report->short_of_memory = rb->short_share;
     report->status = status;
     report->micro = status ? 0 : rb->sizes.thrashing.most_samples;
     struct rbi_memory memory;
@@ -284,6 +296,7 @@ void rbi_step_report_refused(rebatch_step_report *out, const rebatch *rb, rebatc
 rebatch_status rbi_step_close(rebatch *rb, rebatch_status status)
 {
     status = keep_or_undo(rb, status);
+    count_short(rb);
     if (status == REBATCH_OK)
         succeed(rb);
     rbi_step_report(rb, status);

@@ -109,6 +109,7 @@ Test(cli_config, show)
            "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
            "    events          = 0;          # default\n"
+           "    yield           = \"none\";     # default\n"
            "};\n"
            "\n"
            "recovery = {\n"

@@ -17,7 +17,8 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, replay, overflow, overflow_limit, keep_room, rounding or events"
+    "limit, headroom, caching, replay, overflow, overflow_limit, keep_room, rounding, events or "  \
+    "yield"
 #define KEEP_ROOM                                                                                  \
     "expected text, a share such as \"90%\" of the memory that the pool holds or can get"
 #define ROUNDING "expected 0 or a power of two up to 256"

@@ -37,6 +37,7 @@ static const struct value {
     {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
     {"memory.events", "1000", "1000", "0"},
+    {"memory.yield", "\"/run/train.sock\"", "/run/train.sock", "\"none\""},
     {"recovery.on_oom", "\"stop\"", "stop", "\"auto\""},
     {"recovery.admission", "false", "false", "true"},
     {"recovery.lighten", "false", "false", "true"},

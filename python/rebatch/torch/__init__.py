@@ -32,7 +32,15 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
 
 from rebatch import Error, __version__
 from rebatch.fit.again import Fit
-from rebatch.torch.allocator.install import install, installed, snapshot, stats, summary, tag
+from rebatch.torch.allocator.install import (
+    install,
+    installed,
+    snapshot,
+    stats,
+    summary,
+    tag,
+    yield_to,
+)
 from rebatch.torch.backward import Backward
 from rebatch.torch.batches.balance import balance
 from rebatch.torch.batches.outputs import Mean, Sum
@@ -82,4 +90,5 @@ __all__ = [
     "stats",
     "summary",
     "tag",
+    "yield_to",
 ]

@@ -243,6 +243,25 @@ def pool(device: _Device = None) -> int:
     return handle.value
 
 
+def yield_to(path: str | os.PathLike[str] | None = None, device: _Device = None) -> None:
+    """Let others ask this process for its GPU memory, at a Unix socket of this user.
+
+    `rebatch ask SOCKET give 4GiB` then has a Step or a Backward go on in smaller micro-batches, and
+    `rebatch ask SOCKET wake` lets them grow again (docs/sharing.md). What is only cached is given
+    back at once. The environment variable REBATCH_YIELD does the same when the first Step, Backward
+    or Map is made. A second call replaces the socket of the first.
+
+    Args:
+        path: of the socket; a folder: PID.sock in it; None: the same in the folder that
+            `rebatch top` lists.
+        device: whose pool, as PyTorch names it; None: the current one.
+
+    Raises RuntimeError before install() and without a GPU, and Error where there can be no socket.
+    """
+    where = None if path is None else os.fsencode(path)
+    _library.check(_library.lib.rebatch_yield_to(pool(device), where))
+
+
 _no_tag: ContextManager[None] = contextlib.nullcontext()
 
 

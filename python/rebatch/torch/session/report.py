@@ -54,6 +54,7 @@ class Report(MapReport):
     budget: int = 0  # with `cost`: the most that a micro-batch may cost from now on
     torn: bool = False
     overflow_bytes: int = 0  # of host memory that the update took, as the GPU had no more
+    short_of_memory: float = 0.0  # share of the last minute of steps that memory cut smaller
     ranks: Tuple[int, ...] = ()  # with several ranks, the `micro` of each
     replayed: int = 0  # micro-batches that were replays of CUDA graphs
 
@@ -95,6 +96,7 @@ NUMBERS = {
     "room_bytes": "memory that may be allocated now beyond that peak",
     "reserved_bytes": "memory held from the device after the last batch",
     "lighten_level": "ways of lighten in use",
+    "short_of_memory": "share of the last minute of steps that were cut smaller for want of memory",
 }
 OF_TRAINERS = ("micro", "ooms_total", "peak_bytes")  # these say what memory does to a training
 
@@ -132,6 +134,7 @@ class Totals:
             "room_bytes": room_bytes,
             "reserved_bytes": last.reserved_bytes or None,
             "lighten_level": last.lighten_level,
+            "short_of_memory": last.short_of_memory,
         }
         return {prefix + name: float(v) for name, v in values.items() if v is not None}
 
@@ -175,6 +178,7 @@ def report_of(
         budget=filled.cost_after,
         torn=filled.torn,
         overflow_bytes=filled.overflow_bytes,
+        short_of_memory=filled.short_of_memory,
         ranks=ranks,
         replayed=replayed,
     )

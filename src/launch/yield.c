@@ -1,0 +1,366 @@
+/* Owns what a process does about requests for its memory: status, give, wake.
+ * Must not know who asks, nor where memory lies. */
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "launch/yield.h"
+#include "rebatch/sharing.h"
+
+#define STEP_NS UINT64_C(5000000000) /* in which a step must come */
+
+static void set_bound_in_turn(void *user);
+
+static struct {
+    rebatch_pool *pool; /* NULL: there is no socket */
+    struct rbi_socket socket;
+    char command[128];
+
+    /* What one client asks of the training: the task waits for its thread, and then what is in use
+     * beyond the bound for being freed. */
+    pthread_mutex_t lock;
+    struct rbi_pool_task task;
+    bool is_posted;                                /* and has not run */
+    struct rbi_client *asking;                     /* NULL: none waits for an answer */
+    uint64_t asked_ns, held_before, target, bound; /* bound: in force; 0: none */
+
+    /* what the training tells, in its thread */
+    rebatch *rb;                    /* whose step or map runs, NULL: none */
+    atomic_bool runs;               /* the same for other threads */
+    atomic_uint_fast64_t turned_ns; /* when one began or ended last; 0: none has */
+    atomic_uint_fast64_t needs;     /* 0: not known */
+    atomic_uint_fast64_t steps, samples, micro, short_permille;
+    atomic_uint_fast64_t period_ns; /* of a step, on average */
+    uint64_t ended_ns;              /* the last one */
+} yield = {
+    .socket = {.fd = -1}, .lock = PTHREAD_MUTEX_INITIALIZER, .task = {set_bound_in_turn, NULL}};
+
+/* ---- in the thread of the training ---- */
+
+/* Of steps: what the next one needs, and how fast they are. */
+static void note_step(const rebatch *rb)
+{
+    const rebatch_step_report *const report = rbi_session_report(rb);
+    const uint64_t now = rbi_now_ns(), took = now - yield.ended_ns, before = yield.period_ns;
+    if (report->micro == 0)
+        return;
+    if (yield.ended_ns)
+        yield.period_ns = before ? (7 * before + took) / 8 : took;
+    yield.ended_ns = now;
+    yield.needs = rbi_session_needs(rb);
+    yield.samples = rbi_session_batch(rb);
+    yield.micro = report->micro;
+    yield.short_permille = (uint64_t)(report->short_of_memory * 1000 + .5);
+    yield.steps++;
+}
+
+/* The lock is held. */
+static void set_bound(uint64_t bytes)
+{
+    yield.bound = bytes;
+    (void)rebatch_pool_give(yield.pool, (size_t)bytes, NULL);
+}
+
+/* Never less than what a step needs, so that what is asked ends no training. */
+static void set_bound_in_turn(void *user)
+{
+    (void)user;
+    (void)pthread_mutex_lock(&yield.lock);
+    if (yield.rb)
+        yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
+    set_bound(rbi_max(yield.needs, yield.target));
+    yield.is_posted = false;
+    yield.turned_ns = rbi_now_ns();
+    (void)pthread_mutex_unlock(&yield.lock);
+    rbi_clients_ring();
+}
+
+static void on_turn(rebatch *rb, enum rbi_turn turn)
+{
+    if (rebatch_get_pool(rb) != yield.pool)
+        return;
+    if (turn == RBI_TURN_CLOSES) {
+        if (!rbi_session_borrows_pool(rb))
+            (void)rebatch_yield_to(NULL, NULL);
+        return;
+    }
+    yield.rb = turn == RBI_TURN_BEGINS ? rb : NULL;
+    yield.runs = yield.rb != NULL;
+    yield.turned_ns = rbi_now_ns();
+    if (turn == RBI_TURN_ENDS)
+        note_step(rb);
+}
+
+/* What was given comes back before a training ends for want of it. */
+static bool lift(rebatch *rb, uint64_t missing_bytes)
+{
+    (void)pthread_mutex_lock(&yield.lock);
+    const uint64_t before = yield.bound;
+    const bool may = before && rebatch_get_pool(rb) == yield.pool;
+    if (may)
+        set_bound(before + rbi_max(missing_bytes, before / 32));
+    (void)pthread_mutex_unlock(&yield.lock);
+    return may;
+}
+
+/* ---- answers ---- */
+
+static rebatch_pool_stats read_stats(void)
+{
+    rebatch_pool_stats stats = {0};
+    (void)rebatch_pool_get_stats(&stats, yield.pool);
+    return stats;
+}
+
+static void refuse(struct rbi_client *client, const char *why)
+{
+    char text[RBI_ANSWER_BYTES];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "no: %s", why);
+    rbi_client_end(client, &t);
+}
+
+/* "; holds 8.00 GiB, a step needs at least 5.20 GiB" */
+static void end_with_held(struct rbi_client *client, struct rbi_text *t)
+{
+    rbi_text_add(t, "; holds ");
+    rbi_text_add_bytes(t, read_stats().reserved_bytes);
+    rbi_text_add(t, yield.needs ? ", a step needs at least " : ", what a step needs is not known");
+    if (yield.needs)
+        rbi_text_add_bytes(t, yield.needs);
+    rbi_client_end(client, t);
+}
+
+/* No step runs, and none has for a while. */
+static bool has_stopped(uint64_t since_ns, uint64_t now)
+{
+    return !yield.runs && now - rbi_max(yield.turned_ns, since_ns) > STEP_NS;
+}
+
+/* A number of JSON with three places, whatever the locale. */
+static void add_thousandths(struct rbi_text *t, const char *name, uint64_t value)
+{
+    rbi_text_add(t, ", \"%s\": %" PRIu64 ".%03" PRIu64, name, value / 1000, value % 1000);
+}
+
+/* 0: null. */
+static void add_known(struct rbi_text *t, const char *name, uint64_t value)
+{
+    rbi_text_add(t, ", \"%s\": ", name);
+    rbi_text_add(t, value ? "%" PRIu64 : "null", value);
+}
+
+static void say_status(struct rbi_client *client)
+{
+    char text[RBI_ANSWER_BYTES];
+    struct rbi_text t = {text, sizeof text, 0};
+    const rebatch_pool_stats stats = read_stats();
+    const bool trains = !has_stopped(0, rbi_now_ns());
+    const uint64_t period = yield.period_ns;
+    const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
+    rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
+    rbi_text_add_json(&t, yield.command);
+    rbi_text_add(&t, ", \"state\": \"%s\"", trains ? "training" : "not in a step");
+    rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
+                 stats.reserved_bytes, stats.live_bytes);
+    add_known(&t, "needs_bytes", yield.needs);
+    add_known(&t, "bound_bytes", yield.bound);
+    rbi_text_add(&t, ", \"steps\": %" PRIu64 ", \"micro\": %" PRIu64, (uint64_t)yield.steps,
+                 (uint64_t)yield.micro);
+    add_thousandths(&t, "steps_per_second", per_second);
+    add_thousandths(&t, "samples_per_second", per_second * yield.samples);
+    add_thousandths(&t, "short_of_memory", yield.short_permille);
+    rbi_text_add(&t, "}");
+    rbi_client_end(client, &t);
+}
+
+/* ---- give ---- */
+
+/* Where the give of the client that asks has come to its end. */
+static void say_given(void)
+{
+    char text[RBI_ANSWER_BYTES];
+    struct rbi_text t = {text, sizeof text, 0};
+    struct rbi_client *const client = yield.asking;
+    const uint64_t now = rbi_now_ns(), held = read_stats().reserved_bytes;
+    const bool is_late = yield.is_posted ? has_stopped(yield.asked_ns, now)
+                                         : now - rbi_max(yield.turned_ns, yield.asked_ns) > STEP_NS;
+    const bool is_done = !yield.is_posted && held <= rbi_max(yield.bound, yield.target);
+    if (!is_done && !is_late && yield.turned_ns)
+        return;
+    rbi_text_add(&t, "%s: gave ", held <= yield.target ? "ok" : "partly");
+    rbi_text_add_bytes(&t, yield.held_before - rbi_min(yield.held_before, held));
+    rbi_text_add(&t, " after %" PRIu64 " ms", (now - yield.asked_ns) / 1000000);
+    if (yield.is_posted || !yield.turned_ns)
+        rbi_text_add(&t, ", not in a step%s", yield.is_posted ? ": the next one is bounded" : "");
+    yield.asking = NULL;
+    end_with_held(client, &t);
+}
+
+/* A process that has trained may train on: before it takes memory again it is bounded. One that has
+ * not gives what is cached, and nothing bounds it: there is no step that could become smaller. */
+static void give(struct rbi_client *client, const char *size)
+{
+    size_t bytes;
+    const bool is_target = strncmp(size, "to ", 3) == 0;
+    if (rebatch_config_parse_size(&bytes, NULL, is_target ? size + 3 : size)) {
+        refuse(client, rebatch_last_error());
+        return;
+    }
+    const rebatch_pool_stats stats = read_stats();
+    const uint64_t held = stats.reserved_bytes, cached = held - stats.live_bytes;
+    yield.asking = client;
+    yield.asked_ns = rbi_now_ns();
+    yield.held_before = held;
+    yield.target = is_target ? bytes : held - rbi_min(held, bytes);
+    const uint64_t excess = held - rbi_min(held, yield.target);
+    if (excess)
+        (void)rebatch_pool_trim(yield.pool, (size_t)(cached - rbi_min(cached, excess)), NULL);
+    if (yield.turned_ns && !yield.is_posted)
+        yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
+    say_given();
+}
+
+/* What the training has not begun to do, it does not do. The lock is held. */
+static void withdraw(void)
+{
+    if (yield.is_posted && rbi_pool_withdraw_task(yield.pool, &yield.task))
+        yield.is_posted = false;
+    yield.asking = NULL;
+}
+
+static void wake(struct rbi_client *client)
+{
+    char text[RBI_ANSWER_BYTES];
+    struct rbi_text t = {text, sizeof text, 0};
+    if (rebatch_pool_wake(yield.pool)) {
+        refuse(client, rebatch_last_error());
+        return;
+    }
+    yield.bound = 0;
+    rbi_text_add(&t, "ok: it may take memory again");
+    end_with_held(client, &t);
+}
+
+/* ---- requests ---- */
+
+/* One gives at a time; who comes later waits for the answer to that. */
+static void take_request(struct rbi_client *client)
+{
+    const char *const line = client->line;
+    char text[256];
+    struct rbi_text t = {text, sizeof text, 0};
+    if (client == yield.asking)
+        say_given();
+    else if (strcmp(line, "status") == 0)
+        say_status(client);
+    else if (strcmp(line, "wake") == 0)
+        wake(client);
+    else if (strncmp(line, "give ", 5) == 0) {
+        if (!yield.asking)
+            give(client, line + 5);
+    } else {
+        rbi_text_add(&t, "\"");
+        rbi_text_add_shown(&t, line, client->length, 64);
+        rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB or wake");
+        refuse(client, text);
+    }
+}
+
+static void answer(struct rbi_client *client)
+{
+    (void)pthread_mutex_lock(&yield.lock);
+    take_request(client);
+    (void)pthread_mutex_unlock(&yield.lock);
+}
+
+static void gone(struct rbi_client *client)
+{
+    (void)pthread_mutex_lock(&yield.lock);
+    if (client == yield.asking)
+        withdraw();
+    (void)pthread_mutex_unlock(&yield.lock);
+}
+
+/* ---- its beginning and end ---- */
+
+/* The thread is the parent's, and so is the file. */
+static void forget_in_child(void)
+{
+    rbi_asker_set(NULL);
+    rbi_clients_forget();
+    if (yield.socket.fd >= 0)
+        (void)close(yield.socket.fd);
+    if (yield.pool)
+        (void)rbi_pool_withdraw_task(yield.pool, &yield.task);
+    yield.socket.fd = -1;
+    yield.pool = NULL;
+    (void)pthread_mutex_init(&yield.lock, NULL);
+}
+
+static void stop(void)
+{
+    rbi_asker_set(NULL);
+    rbi_clients_end();
+    rbi_socket_end(&yield.socket);
+    if (yield.pool)
+        withdraw();
+    yield.pool = NULL;
+}
+
+static void register_once(void)
+{
+    (void)pthread_atfork(NULL, NULL, forget_in_child);
+    (void)atexit(stop);
+}
+
+/* As people know it: "python3 train.py". */
+static void read_command(void)
+{
+    char *text;
+    size_t length;
+    struct rbi_text t = {yield.command, sizeof yield.command, 0};
+    yield.command[0] = '\0';
+    if (rbi_file_read(&text, &length, "/proc/self/cmdline", 1 << 20))
+        return;
+    for (size_t at = 0; at < length; at += strlen(text + at) + 1)
+        rbi_text_add(&t, "%s%s", at ? " " : "", text + at);
+    rbi_heap_free(text);
+}
+
+rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
+{
+    static const struct rbi_asker asker = {.on_turn = on_turn, .lift = lift};
+    static const struct rbi_answerer answerer = {.answer = answer, .gone = gone};
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    stop();
+    if (!pool)
+        return REBATCH_OK;
+    (void)pthread_once(&once, register_once);
+    rebatch_status status = rbi_socket_listen(&yield.socket, path);
+    if (status)
+        return status;
+    read_command();
+    yield.pool = pool;
+    yield.rb = NULL;
+    yield.bound = yield.ended_ns = yield.needs = yield.turned_ns = yield.steps = yield.samples = 0;
+    yield.period_ns = yield.micro = yield.short_permille = yield.runs = 0;
+    status = rbi_clients_begin(&yield.socket, &answerer);
+    if (status)
+        stop();
+    else
+        rbi_asker_set(&asker);
+    return status;
+}
+
+rebatch_status rbi_yield_open(const rebatch *rb, const rebatch_config *config)
+{
+    const char *path = config ? config->entries[RBI_MEMORY_YIELD].words
+                              : getenv(rbi_setting_variable(&rbi_settings[RBI_MEMORY_YIELD]).name);
+    if (!path || !path[0] || strcmp(path, "0") == 0 || strcmp(path, "none") == 0 || yield.pool ||
+        rbi_session_check_records(rb, "rebatch_yield_to"))
+        return REBATCH_OK;
+    return rebatch_yield_to(rebatch_get_pool(rb), strcmp(path, "1") == 0 ? NULL : path);
+}

@@ -1,0 +1,617 @@
+/* Owns the tests of a training that is asked for memory over its socket: what it answers, what it
+ * gives, and what becomes of both sides. Must not know the library's inside. */
+#include <dirent.h>
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "gpt_common.h"
+#include "rebatch/sharing.h"
+
+#define BATCH 16
+#define WEIGHTS MIB(8)
+#define SAMPLE MIB(2)
+
+static char folder[] = "/tmp/rebatch-yield-XXXXXX", path[64];
+
+static void enter(void)
+{
+    cr_assert(mkdtemp(folder));
+    (void)snprintf(path, sizeof path, "%s/a.sock", folder);
+    setenv("XDG_RUNTIME_DIR", folder, 1);
+    unsetenv("REBATCH_YIELD");
+}
+
+static void leave(void)
+{
+    char command[80];
+    (void)snprintf(command, sizeof command, "rm -rf %s", folder);
+    cr_assert_eq(system(command), 0);
+}
+
+TestSuite(yield, .init = enter, .fini = leave, .timeout = 60);
+
+/* ---- a training, in a thread of its own ---- */
+
+struct rig {
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_step_ops ops;
+    void *weights;
+    pthread_t thread;
+    bool has_thread;
+    unsigned counted;          /* samples of the update that comes */
+    atomic_uint updates, lost; /* updates of another number of samples */
+    atomic_size_t micro;       /* of the last step */
+    atomic_bool stops, holds;  /* holds: the micro-batch that runs goes on */
+    atomic_bool in_microbatch;
+};
+
+static rebatch_status zero_grad(void *user)
+{
+    ((struct rig *)user)->counted = 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct rig *rig = user;
+    void *activations;
+    if (rebatch_pool_alloc(&activations, mb->pool, mb->count * SAMPLE, mb->stream, 0))
+        return REBATCH_OOM;
+    rebatch_mutating(rig->rb);
+    rig->counted += (unsigned)mb->count;
+    rig->in_microbatch = true;
+    while (rig->holds && !rig->stops)
+        usleep(1000);
+    rig->in_microbatch = false;
+    return rebatch_pool_free(mb->pool, activations);
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct rig *rig = user;
+    rebatch_mutating(rig->rb);
+    rig->updates++;
+    rig->lost += rig->counted != BATCH;
+    return REBATCH_OK;
+}
+
+/* Asked at a socket, or at none. */
+static void rig_open(struct rig *rig, const char *socket_path)
+{
+    *rig = (struct rig){.ops = OPS(zero_grad, forward_backward, optimizer_step,
+                                   .flags = REBATCH_DECLARES_MUTATION)};
+    open_on_host(&rig->device, &rig->rb, MIB(64), &OPTIONS(.grow_after = 1));
+    OK(rebatch_pool_alloc(&rig->weights, rebatch_get_pool(rig->rb), WEIGHTS, NULL, 0));
+    if (socket_path)
+        OK(rebatch_yield_to(rebatch_get_pool(rig->rb), socket_path));
+}
+
+static void *train(void *user)
+{
+    struct rig *rig = user;
+    rebatch_step_report report;
+    while (!rig->stops) {
+        OK(rebatch_step(rig->rb, &rig->ops, BATCH, rig, &report));
+        rig->micro = report.micro;
+        usleep(500);
+    }
+    return NULL;
+}
+
+static void rig_train(struct rig *rig)
+{
+    cr_assert_eq(pthread_create(&rig->thread, NULL, train, rig), 0);
+    rig->has_thread = true;
+    while (rig->updates < 3)
+        usleep(1000);
+}
+
+static void rig_stop(struct rig *rig)
+{
+    rig->stops = true;
+    if (rig->has_thread)
+        cr_assert_eq(pthread_join(rig->thread, NULL), 0);
+    rig->has_thread = false;
+}
+
+static void rig_close(struct rig *rig)
+{
+    rig_stop(rig);
+    rebatch_close(rig->rb);
+    rebatch_device_close(rig->device);
+}
+
+static void wait_for_micro(struct rig *rig, size_t micro)
+{
+    for (int i = 0; rig->micro != micro && i < 10000; i++)
+        usleep(1000);
+    cr_assert_eq(rig->micro, micro);
+}
+
+static uint64_t held_by(const struct rig *rig)
+{
+    return pool_stats_of(rebatch_get_pool(rig->rb)).reserved_bytes;
+}
+
+/* ---- who asks ---- */
+
+#define ASK(text, request) OK(rebatch_ask(text, sizeof text, path, request))
+
+static uint64_t number_in(const char *json, const char *name)
+{
+    char key[64];
+    (void)snprintf(key, sizeof key, "\"%s\": ", name);
+    HAS(json, key);
+    return strtoull(strstr(json, key) + strlen(key), NULL, 10);
+}
+
+static int connect_raw(void)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    memcpy(address.sun_path, path, sizeof path);
+    cr_assert_eq(connect(fd, (struct sockaddr *)&address, sizeof address), 0, "%s",
+                 strerror(errno));
+    return fd;
+}
+
+/* ---- what it gives ---- */
+
+Test(yield, a_training_gives_half_and_goes_on_smaller_and_grows_back)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    const uint64_t before = held_by(&rig);
+    cr_assert_geq(before, WEIGHTS + BATCH * SAMPLE);
+    ASK(text, "give 20MiB");
+    cr_assert(strncmp(text, "ok: gave ", 9) == 0, "%s", text);
+    cr_assert_leq(held_by(&rig), before - MIB(20));
+    HAS(text, ", a step needs at least 10.0 MiB");
+    wait_for_micro(&rig, 4);
+    ASK(text, "status");
+    cr_expect_eq(number_in(text, "held_bytes"), held_by(&rig));
+    cr_expect_eq(number_in(text, "bound_bytes"), before - MIB(20));
+    ASK(text, "wake");
+    HAS(text, "ok: it may take memory again; holds ");
+    wait_for_micro(&rig, BATCH);
+    rig_stop(&rig);
+    cr_expect_eq(rig.lost, 0);
+}
+
+Test(yield, a_training_keeps_what_a_step_needs)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    ASK(text, "give to 1MiB");
+    cr_assert(strncmp(text, "partly: gave ", 13) == 0, "%s", text);
+    wait_for_micro(&rig, 1);
+    const unsigned updates = rig.updates;
+    while (rig.updates < updates + 3)
+        usleep(1000);
+    rig_stop(&rig);
+    cr_expect_eq(rig.lost, 0);
+    cr_expect_leq(held_by(&rig), WEIGHTS + SAMPLE);
+}
+
+/* What its smallest micro-batch needs beside its samples, no size that ran has told. */
+static rebatch_status forward_with_base(const rebatch_microbatch *mb, void *user)
+{
+    void *base;
+    if (rebatch_pool_alloc(&base, mb->pool, MIB(8), mb->stream, 0))
+        return REBATCH_OOM;
+    rebatch_status status = forward_backward(mb, user);
+    return status ? status : rebatch_pool_free(mb->pool, base);
+}
+
+Test(yield, what_was_given_comes_back_before_a_training_ends_for_want_of_it)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rig.ops.forward_backward = forward_with_base;
+    rig_train(&rig);
+    ASK(text, "give to 1MiB");
+    wait_for_micro(&rig, 1);
+    ASK(text, "status");
+    cr_expect_geq(number_in(text, "bound_bytes"), WEIGHTS + MIB(8) + SAMPLE);
+    rig_stop(&rig);
+    cr_expect_eq(rig.lost, 0);
+}
+
+Test(yield, no_micro_batch_that_runs_is_struck)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    rig.holds = true;
+    while (!rig.in_microbatch)
+        usleep(1000);
+    const int fd = connect_raw();
+    cr_assert_eq(send(fd, "give 20MiB\n", 11, 0), 11);
+    usleep(50000);
+    ASK(text, "status");
+    HAS(text, "\"bound_bytes\": null");
+    rig.holds = false;
+    cr_assert_gt(recv(fd, text, sizeof text, 0), 0);
+    cr_expect(strncmp(text, "ok: gave ", 9) == 0, "%s", text);
+    (void)close(fd);
+}
+
+Test(yield, an_idle_process_gives_what_is_cached_at_once)
+{
+    char text[512];
+    void *block;
+    OPEN(rig, rig, NULL);
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    OK(rebatch_pool_alloc(&block, pool, MIB(32), NULL, 0));
+    OK(rebatch_pool_free(pool, block));
+    OK(rebatch_yield_to(pool, path));
+    ASK(text, "give to 8MiB");
+    cr_assert(strncmp(text, "ok: gave 32.0 MiB after ", 24) == 0, "%s", text);
+    HAS(text, "what a step needs is not known");
+    cr_expect_eq(held_by(&rig), WEIGHTS);
+    ASK(text, "give 4MiB");
+    HAS(text, "partly: gave 0 B after 0 ms, not in a step;");
+}
+
+Test(yield, a_training_that_pauses_is_bounded_when_its_next_step_begins)
+{
+    char text[512];
+    rebatch_step_report report;
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    rig_stop(&rig);
+    ASK(text, "give 20MiB");
+    HAS(text, "ok: gave "); /* all that its last step has left in the cache */
+    HAS(text, ", not in a step: the next one is bounded");
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, &report));
+    cr_expect_eq(report.micro, 4);
+    cr_expect_gt(report.short_of_memory, 0);
+    cr_expect_lt(report.short_of_memory, 1);
+}
+
+static void *ask_for_four(void *text)
+{
+    OK(rebatch_ask(text, 512, path, "give 4MiB"));
+    return NULL;
+}
+
+Test(yield, two_clients_at_once_are_both_answered)
+{
+    char texts[2][512];
+    pthread_t threads[2];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    const uint64_t before = held_by(&rig);
+    for (int i = 0; i < 2; i++)
+        cr_assert_eq(pthread_create(&threads[i], NULL, ask_for_four, texts[i]), 0);
+    for (int i = 0; i < 2; i++) {
+        cr_assert_eq(pthread_join(threads[i], NULL), 0);
+        cr_expect(strncmp(texts[i], "ok: gave ", 9) == 0, "%s", texts[i]);
+    }
+    cr_expect_leq(held_by(&rig), before - MIB(8));
+}
+
+/* ---- the reference model ---- */
+
+static void *ask_for_half(void *text)
+{
+    char status[1024];
+    char request[64];
+    ASK(status, "status");
+    (void)snprintf(request, sizeof request, "give %llu",
+                   (unsigned long long)number_in(status, "held_bytes") / 2);
+    OK(rebatch_ask(text, 512, path, request));
+    return NULL;
+}
+
+Test(yield, the_reference_model_has_the_same_bits, .description = "seed 1, 12 steps of 16")
+{
+    struct run_options options = tiny_run();
+    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES], text[512] = "";
+    pthread_t thread;
+    rebatch_step_report report;
+    size_t least = BATCH;
+    run_whole(want, &options, 12);
+    OPEN(run, run, &options);
+    OK(rebatch_yield_to(rebatch_get_pool(run.rb), path));
+    run_steps(&run, 3);
+    cr_assert_eq(pthread_create(&thread, NULL, ask_for_half, text), 0);
+    for (int i = 3; i < 12; i++) {
+        usleep(20000);
+        ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));
+        least = report.micro < least ? report.micro : least;
+    }
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    HAS(text, "gave ");
+    cr_expect_lt(least, options.train.batch);
+    run_hash(&run, got);
+    cr_assert_str_eq(got, want);
+}
+
+/* ---- lines ---- */
+
+Test(yield, rubbish_is_one_sentence_and_no_change)
+{
+    static const char *const lines[] = {"",
+                                        "giv 4GiB",
+                                        "give",
+                                        "give ",
+                                        "give -1",
+                                        "give 4G",
+                                        "give 50%",
+                                        "give to",
+                                        "give 4GiB now",
+                                        "Status",
+                                        "wake up",
+                                        "\x01\xff",
+                                        "give 99999999999999999999GiB"};
+    char text[512];
+    OPEN(rig, rig, path);
+    const uint64_t held = held_by(&rig);
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        ASK(text, lines[i]);
+        cr_expect(strncmp(text, "no: ", 4) == 0, "%s: %s", lines[i], text);
+    }
+    ASK(text, "give 4G");
+    HAS(text, "4GiB");
+    const int fd = connect_raw();
+    char line[300];
+    memset(line, 'x', sizeof line);
+    cr_assert_eq(send(fd, line, sizeof line, MSG_NOSIGNAL), sizeof line);
+    cr_assert_gt(recv(fd, text, sizeof text, 0), 0);
+    HAS(text, "no: a request has at most 127 bytes\n");
+    (void)close(fd);
+    cr_expect_eq(held_by(&rig), held);
+    memset(line, 'x', 128);
+    line[128] = '\0';
+    FAILS(rebatch_ask(text, sizeof text, path, line), REBATCH_E_INVALID, "127 bytes");
+}
+
+Test(yield, clients_that_send_nothing_hinder_nobody)
+{
+    char text[512];
+    int fds[40];
+    OPEN(rig, rig, path);
+    for (size_t i = 0; i < 40; i++)
+        fds[i] = connect_raw();
+    ASK(text, "status");
+    HAS(text, "\"state\": \"not in a step\"");
+    for (size_t i = 0; i < 40; i++)
+        (void)close(fds[i]);
+}
+
+/* ---- where the socket is ---- */
+
+Test(yield, a_socket_is_of_this_user_only_and_is_removed_at_the_end)
+{
+    struct stat there;
+    {
+        OPEN(rig, rig, path);
+        cr_assert_eq(stat(path, &there), 0);
+        cr_expect_eq(there.st_mode & 0777, 0600);
+    }
+    cr_expect_eq(stat(path, &there), -1);
+}
+
+Test(yield, a_path_that_is_no_place_for_a_socket_is_refused)
+{
+    char long_path[200];
+    OPEN(rig, rig, NULL);
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    memset(long_path, 'x', sizeof long_path);
+    long_path[0] = '/';
+    long_path[sizeof long_path - 1] = '\0';
+    FAILS(rebatch_yield_to(pool, long_path), REBATCH_E_IO, "at most 107 bytes");
+    FAILS(rebatch_yield_to(pool, ""), REBATCH_E_IO, "expected the path");
+    FAILS(rebatch_yield_to(pool, "/nowhere/a.sock"), REBATCH_E_IO, "No such file");
+    FILE *file = fopen(path, "w");
+    (void)fclose(file);
+    FAILS(rebatch_yield_to(pool, path), REBATCH_E_IO, "no socket");
+    cr_expect_eq(access(path, F_OK), 0, "the file stays");
+    OK(rebatch_yield_to(pool, folder));
+    char text[512], pid[16];
+    (void)snprintf(path, sizeof path, "%s/%d.sock", folder, (int)getpid());
+    ASK(text, "status");
+    OK(rebatch_yield_to(pool, NULL)); /* replaces it */
+    cr_expect_eq(access(path, F_OK), -1);
+    (void)snprintf(pid, sizeof pid, "%d", (int)getpid());
+    OK(rebatch_ask(text, sizeof text, pid, "status"));
+    static char list[4096];
+    (void)rebatch_top_format(list, sizeof list, true);
+    HAS(list, text);
+    (void)rebatch_top_format(list, sizeof list, false);
+    HAS(list, pid);
+}
+
+Test(yield, another_user_is_refused)
+{
+    char text[512];
+    if (geteuid() != 0)
+        cr_skip("only root can be another user");
+    OPEN(rig, rig, path);
+    cr_assert_eq(chmod(folder, 0755), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        if (setresuid(65534, 65534, 65534) ||
+            rebatch_ask(text, sizeof text, path, "status") != REBATCH_E_IO ||
+            !strstr(rebatch_last_error(), "Permission denied"))
+            _exit(1);
+        while (access("/tmp", F_OK) == 0 && rebatch_ask(text, sizeof text, path, "status"))
+            usleep(1000); /* until the file's mode is another one */
+        _exit(strcmp(text, "no: only the process's own user and root may ask") ? 2 : 0);
+    }
+    usleep(100000);
+    cr_assert_eq(chmod(path, 0666), 0);
+    int status;
+    cr_assert_eq(waitpid(child, &status, 0), child);
+    cr_expect_eq(status, 0);
+}
+
+Test(yield, the_environment_and_a_setting_ask_for_a_socket)
+{
+    char text[512];
+    setenv("REBATCH_YIELD", path, 1);
+    {
+        OPEN(rig, rig, NULL);
+        ASK(text, "status");
+    }
+    setenv("REBATCH_YIELD", "/nowhere/a.sock", 1);
+    rebatch_device *device;
+    rebatch *rb;
+    OK(rebatch_device_open_host(&device, MIB(64), NULL));
+    FAILS(rebatch_open(&rb, device, NULL), REBATCH_E_IO, "/nowhere/a.sock");
+    rebatch_device_close(device);
+    unsetenv("REBATCH_YIELD");
+    (void)snprintf(text, sizeof text, "device.kind = host; memory.yield = %s", path);
+    OK(rebatch_open_default(&rb, text));
+    ASK(text, "status");
+    rebatch_close(rb);
+}
+
+/* ---- either side ends ---- */
+
+/* A process with a training that trains, or holds in a micro-batch. */
+static pid_t start_owner(bool holds)
+{
+    const pid_t child = fork();
+    if (child == 0) {
+        struct rig rig;
+        rig_open(&rig, path);
+        rig_train(&rig);
+        rig.holds = holds;
+        for (;;)
+            (void)pause();
+    }
+    char text[512];
+    for (int i = 0; i < 5000; i++) {
+        if (rebatch_ask(text, sizeof text, path, "status") == REBATCH_OK &&
+            number_in(text, "steps") >= 3)
+            return child;
+        usleep(2000);
+    }
+    cr_assert_fail("the training did not begin: %s", rebatch_last_error());
+    return child;
+}
+
+static void kill_owner(pid_t child)
+{
+    cr_assert_eq(kill(child, SIGKILL), 0);
+    cr_assert_eq(waitpid(child, NULL, 0), child);
+}
+
+static size_t count_of_shared_files(void)
+{
+    size_t count = 0;
+    DIR *files = opendir("/dev/shm");
+    while (files && readdir(files))
+        count++;
+    if (files)
+        (void)closedir(files);
+    return count;
+}
+
+Test(yield, a_killed_owner_leaves_a_socket_that_whoever_comes_next_removes)
+{
+    char text[512];
+    const size_t shared = count_of_shared_files();
+    kill_owner(start_owner(false));
+    cr_assert_eq(access(path, F_OK), 0);
+    FAILS(rebatch_ask(text, sizeof text, path, "status"), REBATCH_E_IO, "is removed");
+    cr_assert_eq(access(path, F_OK), -1);
+
+    kill_owner(start_owner(false));
+    const pid_t next = start_owner(false); /* at the same path */
+    ASK(text, "give 4MiB");
+    HAS(text, "ok: ");
+    OPEN(rig, rig, NULL);
+    FAILS(rebatch_yield_to(rebatch_get_pool(rig.rb), path), REBATCH_E_IO,
+          "another process answers");
+    kill_owner(next);
+
+    char own[80];
+    (void)snprintf(own, sizeof own, "%s/rebatch", folder);
+    cr_assert_eq(mkdir(own, 0700), 0);
+    (void)snprintf(own, sizeof own, "%s/rebatch/1.sock", folder);
+    cr_assert_eq(rename(path, own), 0);
+    cr_assert_gt(rebatch_top_format(text, sizeof text, false), 0);
+    cr_expect_eq(access(own, F_OK), -1);
+    cr_expect_eq(count_of_shared_files(), shared);
+}
+
+Test(yield, a_client_hears_that_the_owner_was_killed)
+{
+    char text[512];
+    const pid_t owner = start_owner(true);
+    const int silent = connect_raw(), waits = connect_raw();
+    cr_assert_eq(send(waits, "give 20MiB\n", 11, 0), 11);
+    usleep(50000);
+    kill_owner(owner);
+    cr_expect_leq(recv(silent, text, sizeof text, 0), 0);
+    cr_expect_leq(recv(waits, text, sizeof text, 0), 0);
+}
+
+/* After so many bytes of the line, and `ms` later. */
+static void kill_client(size_t bytes, unsigned ms)
+{
+    const pid_t client = fork();
+    if (client == 0) {
+        const int fd = connect_raw();
+        if (send(fd, "give 20MiB\n", bytes, 0) == (ssize_t)bytes)
+            (void)pause();
+        _exit(0);
+    }
+    usleep(ms * 1000);
+    kill_owner(client);
+}
+
+Test(yield, a_killed_client_leaves_a_training_as_it_was)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    rig.holds = true;
+    while (!rig.in_microbatch)
+        usleep(1000);
+    kill_client(0, 20);
+    kill_client(4, 20);
+    kill_client(11, 20); /* it waits for the end of the micro-batch */
+    usleep(200000);
+    rig.holds = false;
+    const unsigned updates = rig.updates;
+    while (rig.updates < updates + 3)
+        usleep(1000);
+    ASK(text, "status");
+    HAS(text, "\"bound_bytes\": null");
+    cr_expect_eq(rig.micro, BATCH);
+    ASK(text, "give 20MiB");
+    HAS(text, "ok: ");
+    rig_stop(&rig);
+    cr_expect_eq(rig.lost, 0);
+}
+
+Test(yield, a_child_of_fork_neither_answers_nor_removes_the_socket)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    const pid_t child = fork();
+    if (child == 0)
+        exit(0); /* with what runs at exit */
+    int status;
+    cr_assert_eq(waitpid(child, &status, 0), child);
+    cr_assert_eq(status, 0);
+    ASK(text, "give 4MiB");
+    HAS(text, "ok: ");
+}
