@@ -396,6 +396,7 @@ template <class Resize> struct rebatch_wrap_frame {
     cudaError_t end(rebatch_status status)
     {
         range(NULL);
+        functions = NULL; /* they are the caller's, which returns */
 #ifdef __cpp_exceptions
         const std::exception_ptr exception = thrown;
         thrown = nullptr;
