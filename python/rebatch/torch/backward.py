@@ -29,6 +29,7 @@ from rebatch.torch.check.findings import Check
 from rebatch.torch.core.check_and_exit import fit_if_asked
 from rebatch.torch.core.parts import Part, parts_of, refuse_left
 from rebatch.torch.core.training import training_of
+from rebatch.torch.core.whole_loss import evaluated
 from rebatch.torch.program.left_backward import explain_left_backward
 from rebatch.torch.program.mistakes import (
     check_loss_fn,
@@ -73,6 +74,10 @@ class Backward:
             None: those in the process that have parameters of the model when the first batch runs
         backward: backward(loss), called instead of loss.backward(), such as accelerator.backward;
             or a torch.amp.GradScaler, which scales the loss
+        embed: embed(model, samples) -> a tensor, or a tuple or dict of tensors, with a row for each
+            sample, for a loss over the whole batch, such as a contrastive one. loss_fn is then
+            loss_fn(model, embeddings, batch) -> the loss of the whole batch, whose rows of all
+            samples `embeddings` has
         normalizer: normalizer(batch) -> what the sum of the losses is divided by, for example the
             tokens of the whole batch that bear a loss. loss_fn then returns a sum
         autocast: a dtype for torch.autocast, for example torch.bfloat16, a context manager, or a
@@ -186,7 +191,7 @@ class Backward:
 
     @loss_fn.setter
     def loss_fn(self, function: Callable[[Any, Any], Any]) -> None:
-        check_loss_fn(function)
+        check_loss_fn(function, self._training.program.embed is not None)
         if function is not self.loss_fn:
             self._training.program.loss_fn = function
             self._training.callbacks.begin_graphs()
@@ -304,15 +309,19 @@ class Backward:
         with training.holding(batch, is_training=False) as session:
             weight, samples = running.weight, running.samples
             with _evaluating(program.modules), training.quiet():
+                function = self._loss_of if program.embed is None else program.embedded
                 results, self.evaluation_report, status = run_map(
                     session,
-                    self._loss_of,
+                    function,
                     batch,
                     samples,
                     id(self),
                     program.cut,
                     training.callbacks.ran_out,
                 )
+                if program.embed is not None and not (status or session.error):
+                    parts = [part for _, part in results]
+                    results = [(samples, evaluated(program, batch, parts))]
             session.raise_failure(status)
         counts = [count for count, _ in results]
         losses: List[Any] = [loss for _, (loss, _) in results]

@@ -58,7 +58,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm as SpectralNormHook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 if torch.distributed.is_available():
     from torch.distributed.distributed_c10d import (
@@ -101,7 +101,9 @@ __all__ = [
     "set_group_timeout",
     "sync_module_states",
     "to_kwargs",
+    "tree_flatten",
     "tree_map_only",
+    "tree_unflatten",
     "warns_of_nondeterminism",
 ]
 

@@ -39,9 +39,9 @@ class Step(Backward):
             and not clipped yet, for example to clip by value or to log them. An OOM in it makes the
             batch run again
 
-    All other keywords are those of a Backward: normalizer, autocast, cost, lighten, slice, length,
-    batch_dim, generators, state, gradients, graphs, on_event, group, group_timeout, window, and the
-    options of the session.
+    All other keywords are those of a Backward: embed, normalizer, autocast, cost, lighten, slice,
+    length, batch_dim, generators, state, gradients, graphs, on_event, group, group_timeout, window,
+    and the options of the session.
 
     With several ranks, all of them make the Step and call it together.
 

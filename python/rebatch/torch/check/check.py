@@ -388,7 +388,7 @@ class _Checker:
             largest,
             cut,
             self._program.normalizer is not None,
-            self._program.loss_name,
+            self._program.cut_name,
         )
         if kind == "cut" and self._is_explained():
             return

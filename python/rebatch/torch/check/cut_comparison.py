@@ -519,7 +519,7 @@ class _Results:
     def _explained(self, said: str, whole: float, parts: float) -> str:
         comparison, program = self.comparison, self.comparison.program
         half, has_normalizer = comparison.half, program.normalizer is not None
-        kind, why, advice = explain(whole, parts, 2 * half, half, has_normalizer, program.loss_name)
+        kind, why, advice = explain(whole, parts, 2 * half, half, has_normalizer, program.cut_name)
         if kind == "cut" and (comparison.batch_norm or comparison.has_drawn_elsewhere):
             return self._of_batch_norm()
         return self._said(said, why, advice)
@@ -538,6 +538,8 @@ class _Results:
 
     def _said(self, said: str, why: str, advice: str) -> str:
         comparison = self.comparison
+        if comparison.program.embed is not None:
+            said = said.replace("loss", "sum of the rows")
         return (
             f"{said.format(samples=comparison.names, half=comparison.half)}, so the update depends "
             f"on how memory cuts the batch: {why}: {advice}; step.check(batch) says more"

@@ -122,6 +122,8 @@ def explain(
 ) -> Tuple[str, str, str]:
     """Of a loss, by the function of that name, at two cuts: the kind of the mistake, what is so,
     and what to do."""
+    if name == "embed":  # what it returns stands in for a loss
+        return "cut", "a row depends on the other samples of its micro-batch", _ADVICE_ON_ROWS
     parts = largest / cut
     ratio = whole / smaller if smaller else 0.0
     if not math.isfinite(whole + smaller):
@@ -144,14 +146,19 @@ def explain(
     return "cut", f"{name} depends on the cut", _ADVICE
 
 
-_PAIRS = "a loss over pairs of samples needs micro_smallest=<the batch's size>, with `lighten`"
+_ADVICE_ON_ROWS = (
+    "compute rows each from its own sample (GroupNorm for BatchNorm, padding to a fixed length), "
+    "and what compares samples in loss_fn"
+)
 _ADVICE = (
     "the loss is no mean over samples, for example one over the tokens, the padding or the class "
     "weights of a micro-batch (return their sum, and pass a normalizer), or what is computed of a "
-    f"sample depends on its neighbours ({_PAIRS})"
+    "sample depends on its neighbours (a loss over pairs of samples needs embed=, or "
+    "micro_smallest=<the batch's size>, with `lighten`)"
 )
 _ADVICE_TO_TRAINERS = (
     "the loss is no mean over the labels that are not -100, for example one with class weights or "
     "over attention_mask (return a sum divided by num_items_in_batch), or what is computed of a "
-    f"sample depends on its neighbours ({_PAIRS})"
+    "sample depends on its neighbours (a loss over pairs of samples needs "
+    "micro_smallest=<the batch's size>, with `lighten`)"
 )

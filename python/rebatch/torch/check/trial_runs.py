@@ -253,6 +253,7 @@ class TrialRuns:
             own,
             update=update,
             loss_fn=_under(mode, own.loss_fn) if mode else own.loss_fn,
+            embed=_under(mode, own.embed) if mode and own.embed else own.embed,
             cost=None,
             lighten=[],
             graphs=0,

@@ -32,6 +32,7 @@ def check_arguments(program: Program) -> None:
         check_has("model", module, "named_buffers", "a torch.nn.Module")
     given = [("loss_fn", program.loss_fn), *(("lighten", level) for level in program.lighten)]
     may_be_none = (
+        ("embed", program.embed),
         ("normalizer", program.normalizer),
         ("cost", program.cost),
         ("on_event", program.on_event),
@@ -40,10 +41,25 @@ def check_arguments(program: Program) -> None:
     for name, value in given:
         if not callable(value):
             raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
-    check_loss_fn(program.loss_fn)
+    check_loss_fn(program.loss_fn, program.embed is not None)
+    if program.embed is not None:
+        _check_embed(program)
     _check_autocast(program.autocast)
     Generators((), program.generators)
     session_options(**program.options)
+
+
+def _check_embed(program: Program) -> None:
+    refused = {
+        "normalizer": program.normalizer and "what the sum of the losses of parts is divided by",
+        "graphs": program.graphs and "graphs of a micro-batch's loss",
+    }
+    for name, what in refused.items():
+        if what:
+            raise ValueError(
+                f"rebatch: {name} is given beside embed, whose loss_fn returns the loss of the "
+                f"whole batch: expected no {name}, {what}"
+            )
 
 
 _MOST_GRAPHS = 64
@@ -157,6 +173,7 @@ def ranks_or_none(
 
     update = program.update
     own_sizes = "cost" if program.cost else "learn" if program.options.get("learn") else ""
+    own_sizes = "embed" if program.embed is not None else own_sizes
     if window is None and own_sizes:
         window = True  # each rank has its own sizes
     shared = {

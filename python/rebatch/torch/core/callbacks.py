@@ -4,7 +4,7 @@ the update. Must not know how a session is opened, and what is said of a step.""
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Callable, List, Optional, Tuple, cast
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Tuple, Union, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from rebatch.torch.batches.join_on_host import joined_where_it_fits, once_more
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.core.rehearsal import rehearse
+from rebatch.torch.core.whole_loss import Rows, WholeLoss
 from rebatch.torch.graphs.graphs import Graphs
 from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.left_backward import add_sentence
@@ -73,11 +74,22 @@ class Callbacks:
         self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
         self.graphs: Optional[Graphs] = None
         self.begin_graphs()
+        self.whole_loss: Optional[WholeLoss] = None  # of a program with embed
+        if running.program.embed is not None:
+            self.whole_loss = self._make_whole_loss()
         self._is_trial = False  # the micro-batch that runs belongs to no batch
         # Of the micro-batches that are accumulated: what was beside their losses, and samples.
         self._extras: List[Any] = []
         self._counts: List[int] = []
         self.ops = self._make_ops()
+
+    def _make_whole_loss(self) -> WholeLoss:
+        gathering = None
+        if self._ranks:
+            from rebatch.torch.ranks.gathering import Gathering
+
+            gathering = Gathering(self._ranks)
+        return WholeLoss(self._running, gathering, weakly(self._put_back_pass))
 
     def _make_ops(self) -> c.StepOps:
         program, gone = self._running.program, c.Status.E_USER
@@ -130,6 +142,9 @@ class Callbacks:
         self._accumulated, self.is_applied = 0, False
         self.session.saves_attempts = True
         running.loss = None
+        if self.whole_loss:
+            self._refuse_local()
+            self.whole_loss.begin()
         if running.program.normalizer:
             once_more("normalizer", running.weigh)
         else:
@@ -148,6 +163,14 @@ class Callbacks:
             own = set(map(id, self._trained))
             self.outside = leaves_outside(running.program.functions_that_run(), own)
         running.told.apart = self._trained, self.outside
+
+    def _refuse_local(self) -> None:
+        if self._ranks and self._ranks.is_local:
+            raise ValueError(
+                "rebatch: a loss over the whole batch (embed) was called within no_sync(), and "
+                "that batch has the samples of all ranks: expected all samples of the update in "
+                "one call, outside of no_sync()"
+            )
 
     def failed(self) -> None:
         """It has not updated: gradients that are not the Step's are as before it."""
@@ -181,6 +204,8 @@ class Callbacks:
         running = self._running
         running.undo.end()
         running.end()
+        if self.whole_loss:
+            self.whole_loss.drop()
         self._trained = self._kept = self._own = self._hooked = []
         self._extras, self._counts = [], []
         running.told.apart = ()
@@ -218,6 +243,8 @@ class Callbacks:
     def _call_reduce(self, is_abandoned: bool, _user: Any) -> int:
         assert self._ranks is not None  # else C has no function to call
         if is_abandoned:
+            if self.whole_loss and self.whole_loss.gathering:
+                self.whole_loss.gathering.fail()
             return self._ranks.abandon(self._trained)
         return self._run(self._reduce, self._ranks)
 
@@ -249,6 +276,8 @@ class Callbacks:
         if self._ranks:
             self._ranks.check_batches()
             self._ranks.restart()
+        if self.whole_loss:
+            self.whole_loss.voted()
         self._update.zero_grad()
         self._extras, self._counts = [], []
         if self.outside:
@@ -296,6 +325,7 @@ class Callbacks:
             self._begin_cut(True)
         # Without other ranks a sum of losses would be one more small block in the last pass.
         is_launching = bool(self._ranks) and is_last and running.program.is_fresh and not is_trial
+        is_launching = is_launching and not self.whole_loss  # another rank may ask for all again
         self._accumulate(first, count, is_launching)
         self._end_micro(first, count)
 
@@ -305,6 +335,8 @@ class Callbacks:
             if not self._ranks:
                 self._finish_gradients()
             self._join_outputs()
+            if self.whole_loss:
+                self._meet_at_end(self.whole_loss)
             # The update begins without calling the program.
             self.session.saves_attempts = self._ranks is not None
         self._accumulated += count
@@ -352,6 +384,7 @@ class Callbacks:
         except BaseException as error:
             self.put_back()
             is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
+            is_other = is_other and not (self.whole_loss and self.whole_loss.is_in_loss)
             if is_other and not is_oom(error):
                 with contextlib.suppress(Exception):  # the program's own is what comes out
                     self._explain(error, first, count)
@@ -367,8 +400,9 @@ class Callbacks:
             lib.rebatch_mutating(self.session.rb)
         self.session.succeeded()
         self._add(loss)
-        self._extras += (extras,)
-        self._counts += (count,)
+        if extras is not None or not self.whole_loss:  # which has one loss, of all samples
+            self._extras += (extras,)
+            self._counts += (count,)
 
     # ---- the same of a block of the program ----
 
@@ -437,6 +471,8 @@ class Callbacks:
         self._begin_loss()
         if self.graphs and not self._is_trial:
             return self._pass_by_graph(self.graphs, first, count)
+        if self.whole_loss and not self._is_trial:
+            return self._pass_over_batch(self.whole_loss, first, count)
         loss, extras = running.weighted_loss(first, count, self._looked_at(first))
         self._go_backward(loss, first, count, is_launching)
         return loss.detach(), extras if extras is None else kept(extras)
@@ -458,6 +494,48 @@ class Callbacks:
             lib.rebatch_works_in_kept_memory(self.session.rb, graphs.new_bytes)
         return loss, extras
 
+    def _pass_over_batch(
+        self, whole: WholeLoss, first: int, count: int
+    ) -> Tuple[torch.Tensor, Any]:
+        """The second pass of these samples; before that of the first ones, the first pass and the
+        loss of all of them."""
+        loss, extras = self._zero_loss(), None
+        if first == 0:
+            whole.first_pass(count)
+            loss, extras = self._loss_over_batch(whole, loss)
+        else:
+            # After an OOM the batch runs again from the first pass, whose cut is another then.
+            lib.rebatch_mutating(self.session.rb)
+        for rows in whole.second_pass(first, count):
+            self._go_backward(rows, first, count)
+        return loss, extras
+
+    def _loss_over_batch(self, whole: WholeLoss, none: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+        with whole.over_the_batch(self.session):
+            found = whole.loss(self._own)
+            if found is None:
+                return none, None
+            self._go_backward(found[0], 0, self._running.samples)
+            whole.take_gradients()
+        return found[0].detach(), found[1]
+
+    def _meet_at_end(self, whole: WholeLoss) -> None:
+        """The last in a batch that may run out of memory: no rank comes back from here."""
+        running = self._running
+        while whole.is_asked_again():
+            for guard in (running.undo, running.generators):
+                guard.restore(c.GuardPoint.STEP, has_failed=False)
+            self._begin_cut(True)
+            if self.outside:
+                self._others.begin_batch(self.outside)
+            self._extras, self._counts = [], []
+            loss, extras = self._loss_over_batch(whole, self._zero_loss())
+            for rows in whole.second_pass_again():
+                self._go_backward(rows, 0, running.samples)
+            self._add(loss)
+            self._extras, self._counts = [extras], [running.samples]
+            self._join_outputs()
+
     def _put_back_pass(self) -> None:
         """A pass that has succeeded is to leave nothing."""
         self.accumulators.clear()
@@ -470,14 +548,17 @@ class Callbacks:
             self._running.loss = self._zero_loss()
 
     def _go_backward(
-        self, loss: torch.Tensor, first: int, count: int, is_launching: bool = False
+        self, loss: Union[torch.Tensor, Rows], first: int, count: int, is_launching: bool = False
     ) -> None:
+        """Of a loss, or of rows for a loss over the whole batch, whose gradients are scaled."""
         running = self._running
         if not (running.program.is_fresh or self._is_whole):
             lib.rebatch_mutating(self.session.rb)
             self.accumulators.expose(is_added_to=True)
         noted = [(p, p._version) for p in self._hooked] if count < running.samples else []
-        if is_launching:
+        if isinstance(loss, tuple):
+            torch.autograd.backward(*loss)
+        elif is_launching:
             with self.accumulators.launching(self._with(loss.detach())):
                 self._update.backward(loss)
         else:
@@ -525,6 +606,8 @@ class Callbacks:
         """The gradients and the modules of a micro-batch that is not accumulated."""
         self.accumulators.clear()
         self._others.clear()
+        if self.whole_loss:
+            self.whole_loss.drop()
         self._running.undo.put_back(c.GuardPoint.ATTEMPT)
 
     def _declare_together(self, lockstep: Lockstep) -> None:

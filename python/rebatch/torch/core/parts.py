@@ -230,6 +230,11 @@ def parts_of(training: Training, batch: Any) -> Iterator[Part]:
             "rebatch: parts() runs micro-batches of this rank alone, and other ranks train the "
             "model too: expected Backward(model, loss_fn) and backward(batch)"
         )
+    if training.program.embed is not None:
+        raise ValueError(
+            "rebatch: parts() runs a block for some samples at a time, and the loss of a Backward "
+            "with embed is one of the whole batch: expected backward(batch)"
+        )
     if training.program.graphs:
         raise ValueError(
             "rebatch: parts() runs a block of the program, which cannot be captured, and graphs "

@@ -467,6 +467,7 @@ def training_of(
             is_fresh=gradients == "fresh",
             graphs=graphs_kept(rest.pop("graphs", False), gradients),
             on_event=rest.pop("on_event", None),
+            embed=rest.pop("embed", None),
             options=rest,
         )
         check_arguments(program)

@@ -25,7 +25,7 @@ def no_loss_fn(_model: Any, _samples: Any) -> NoReturn:
     )
 
 
-def check_loss_fn(function: Any) -> None:
+def check_loss_fn(function: Any, takes_embeddings: bool = False) -> None:
     """TypeError for a criterion of PyTorch, which takes what a model returns, and for a function
     that cannot be called with a model and samples."""
     inner = function.func if isinstance(function, functools.partial) else function
@@ -41,8 +41,14 @@ def check_loss_fn(function: Any) -> None:
     except Exception:  # a function of C, or annotations that are no more than text
         return
     try:
-        signature.bind(None, None)
+        signature.bind(*[None] * (3 if takes_embeddings else 2))
     except TypeError:
+        if takes_embeddings:
+            raise TypeError(
+                f"rebatch: loss_fn takes ({', '.join(signature.parameters)}), and embed is given: "
+                "expected loss_fn(model, embeddings, batch), which gets what embed returns for the "
+                "whole batch"
+            ) from None
         raise TypeError(
             f"rebatch: loss_fn takes ({', '.join(signature.parameters)}): expected "
             "loss_fn(model, samples), which gets a part of the batch as samples, such as (x, y)"

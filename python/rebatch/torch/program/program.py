@@ -30,6 +30,7 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
 from rebatch.torch.batches.cut import Batches, Cut, owned
 from rebatch.torch.batches.outputs import split_result
+from rebatch.torch.program.embeddings import Embedded
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.generators import Generators
@@ -86,6 +87,7 @@ class Program:
     graphs: int = 0  # that a Graphs may keep
     on_event: Optional[Callable[[str, Event], None]] = None
     options: Dict[str, Any] = dataclasses.field(default_factory=dict)  # of the session
+    embed: Optional[Callable[[Any, Any], Any]] = None  # rows for a loss over the whole batch
 
     keeps_pairs: bool = False  # BatchNorm has been in training mode
 
@@ -116,9 +118,14 @@ class Program:
         """Whether no micro-batch has one sample."""
         return self.keeps_pairs and self.limits.get("micro_smallest", 1) > 1
 
+    @property
+    def cut_name(self) -> str:
+        """What users call the function that gets parts of a batch."""
+        return self.loss_name if self.embed is None else "embed"
+
     def functions_that_run(self) -> List[Any]:
         """Those of the program that run in a micro-batch."""
-        return self.functions or [self.loss_fn]
+        return self.functions or [self.loss_fn, *listed(self.embed)]
 
     def functions_of_a_pass(self) -> List[Any]:
         """Those, and a function of the program that goes backward."""
@@ -132,13 +139,30 @@ class Program:
         return {id(part) for part in (*parts, *listed(self.model))}
 
     def loss_of(self, samples: Any) -> Tuple[Any, Any]:
-        """What loss_fn returns of them: the loss, and what is beside it."""
+        """What loss_fn returns of them: the loss, and what is beside it. With embed it is what
+        stands in for the loss, for a few samples alone."""
+        if self.embed is not None:
+            return self.embedded(samples).stand_in(), None
         was_running, _loss_fn.is_running = _loss_fn.is_running, True
         try:
             if self.autocast is None:
                 return split_result(self.loss_fn(self.model, samples))
             with self._autocasting():
                 return split_result(self.loss_fn(self.model, samples))
+        finally:
+            _loss_fn.is_running = was_running
+
+    def embedded(self, samples: Any, count: int = 0) -> Embedded:
+        """What embed returns of so many samples; 0: of those that there are."""
+        assert self.embed is not None
+        return Embedded(self.called(self.embed, samples), count)
+
+    def called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What embed, or a loss_fn of the whole batch, returns."""
+        was_running, _loss_fn.is_running = _loss_fn.is_running, True
+        try:
+            with contextlib.nullcontext() if self.autocast is None else self._autocasting():
+                return function(self.model, *arguments)
         finally:
             _loss_fn.is_running = was_running
 
@@ -272,6 +296,11 @@ class Running:
             weighted = loss * (count / self.total)
         return weighted
 
+    def _expected(self) -> str:
+        if self.program.embed is not None:
+            return "the loss of the whole batch"
+        return f"the {'sum' if self.program.normalizer else 'mean'} over the samples"
+
     def _refuse(self, loss: Any) -> NoReturn:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = (
@@ -280,9 +309,8 @@ class Running:
                 else f"a {type(loss).__name__}"
             )
             raise ValueError(
-                f"rebatch: loss_fn returned {what}: expected a scalar tensor, the "
-                f"{'sum' if self.program.normalizer else 'mean'} over the samples, as its result "
-                "or as the first of two"
+                f"rebatch: loss_fn returned {what}: expected a scalar tensor, "
+                f"{self._expected()}, as its result or as the first of two"
             )
         raise ValueError(
             "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "

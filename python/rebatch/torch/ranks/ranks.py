@@ -49,7 +49,7 @@ from rebatch.torch.update.passes import Passes
 from rebatch.torch.update.update import check_above_zero
 
 # What each rank's votes say beside the C library's words.
-_WEIGHT, _MICRO, _KEYS, _FAILURE = range(4)
+_WEIGHT, _MICRO, _KEYS, _FAILURE, _STATE, _ROWS, _FORM = range(7)
 _RAN_OUT, _FAILED = 1.0, 2.0  # a rank's batch: out of memory, or for another reason
 _MOST = 1 << 32  # calls have smaller numbers
 _TRIES = 3  # at what is needed after an OOM
@@ -111,7 +111,7 @@ class Ranks:
             self._cut = Lockstep(window.root)
         self._ways = Ways(Way.WINDOW if self._whole else Way.LOCKSTEP) if window else None
         sent = compression_of(wrappers)
-        self._votes = Votes(group, timeout_seconds, values=4)
+        self._votes = Votes(group, timeout_seconds, values=7)
         self._votes.on_abort = weakly(self._abort)
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
@@ -233,6 +233,10 @@ class Ranks:
     def size(self) -> int:
         return self._votes.size
 
+    @property
+    def rank(self) -> int:
+        return self._votes.rank
+
     def agree(self, trained: Sequence[torch.nn.Parameter], options: Dict[str, Any]) -> None:
         """Raises ValueError on all ranks where their models or options differ. A plain model's
         parameters become those of rank 0, as DistributedDataParallel's do."""
@@ -242,16 +246,21 @@ class Ranks:
         else:
             mine["buckets of bytes"] = str(caps_of(self._wrappers))
             mine["gradients sent as"] = str(compression_of(self._wrappers))
-        agreement.check(self._everyones({**mine, **options}))
+        agreement.check(self.everyones({**mine, **options}))
         if self.window:
             self.window.connect()
             return
         self._take_parameters()
 
-    def _everyones(self, mine: Any) -> List[Any]:
+    def everyones(self, mine: Any) -> List[Any]:
+        """What each rank has; all ranks call this together."""
         said: List[Any] = [None] * self.size
         dist.all_gather_object(said, mine, group=self._votes.group)
         return said
+
+    def all_gather(self, every: List[torch.Tensor], own: torch.Tensor) -> None:
+        """The tensors of all ranks, on the device; all ranks call this together."""
+        dist.all_gather(every, own, group=self._group())
 
     def _take_parameters(self) -> None:
         plain = [m for m in self._modules if not any(w in self._wrappers for w in m.modules())]
@@ -403,7 +412,7 @@ class Ranks:
         compression_of(self._wrappers)  # a hook may be registered at any time
         self.accumulators.begin_step()
         keys = agreement.number_of(self._keys)
-        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0, keys, 0.0]
+        self._votes.values[:4] = [0.0 if weight is None else float(weight), 0.0, keys, 0.0]
 
     def _is_compared(self) -> bool:
         return self._has_compared or self.is_local
@@ -414,7 +423,7 @@ class Ranks:
         if self._is_compared():
             return
         if len(set(self._votes.received(_KEYS))) > 1:
-            agreement.check_keys(self._everyones(self._keys))
+            agreement.check_keys(self.everyones(self._keys))
         self._has_compared = True
 
     def weight(self) -> float:
@@ -452,6 +461,20 @@ class Ranks:
             self._sums = None  # nothing has used them
             self._note_lost(error)
             raise
+
+    def exchange(self, state: float, rows: int, form: str) -> List[Tuple[float, ...]]:
+        """Of each rank: its state, how many rows it has for a loss over all samples, and a number
+        of their form. All ranks call this together. Raises Lost."""
+        self._votes.values[_STATE:] = [state, rows, agreement.number_of(form)]
+        if self._votes.smallest((C.c_uint64 * 1)()) != c.Status.OK:
+            raise self.lost(RuntimeError(self._votes.lost))
+        return list(zip(*map(self._votes.received, (_STATE, _ROWS, _FORM))))
+
+    def lost(self, error: RuntimeError) -> Lost:
+        """A collective has failed: what is raised for it."""
+        found = Lost(str(error))
+        self._note_lost(found)
+        return found
 
     def _note_lost(self, error: Lost) -> None:
         self._votes.note_lost(error)

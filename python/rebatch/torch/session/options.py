@@ -36,6 +36,7 @@ class SessionOptions(TypedDict, total=False):
 class PassOptions(SessionOptions, total=False):
     """All of the passes."""
 
+    embed: Callable[[Any, Any], Any] | None
     normalizer: Callable[[Any], Any] | None
     autocast: Any
     cost: Callable[[Any, int, int], int] | None

@@ -1,0 +1,92 @@
+"""What an `embed` of the program returns: tensors with a row for each sample. Must not know how
+micro-batches run."""
+
+from __future__ import annotations
+
+from typing import Any, List, Sequence, Tuple
+
+import torch
+
+from rebatch.torch.private import tree_flatten, tree_unflatten
+
+
+class Embedded:
+    """The tensors of what embed returned for so many samples, in their order; 0: as many as the
+    first one has rows."""
+
+    def __init__(self, value: Any, count: int = 0):
+        tensors, self._form = tree_flatten(value)
+        if not count and tensors and isinstance(tensors[0], torch.Tensor) and tensors[0].dim():
+            count = len(tensors[0])
+        for tensor in tensors or [None]:
+            if not (isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) == count):
+                what = f"a {type(tensor).__name__}"
+                if isinstance(tensor, torch.Tensor):
+                    what = f"a tensor of shape {tuple(tensor.shape)}"
+                raise ValueError(
+                    f"rebatch: embed returned {what} for {count} samples: expected a tensor, or a "
+                    "tuple or dict of tensors, with a row for each sample in the first dimension"
+                )
+        self.tensors: List[torch.Tensor] = tensors
+
+    def with_rows(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with other tensors."""
+        return tree_unflatten(tensors, self._form)
+
+    def detached(self) -> Embedded:
+        """The same without a graph."""
+        return Embedded(self.with_rows([tensor.detach() for tensor in self.tensors]))
+
+    def check_graph(self) -> None:
+        """ValueError where nothing would train."""
+        if not any(tensor.requires_grad for tensor in self.tensors):
+            refuse_no_gradient()
+
+    def stand_in(self) -> torch.Tensor:
+        """A mean over the samples in place of the loss, for a few samples alone: at another cut it
+        is another one where a row depends on other samples."""
+        means = []
+        for tensor in (t for t in self.tensors if t.is_floating_point()):
+            rows = tensor.reshape(len(tensor), -1)
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            weights = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
+            means.append((rows.sin() * weights).sum(1).mean())
+        if not means or torch.is_grad_enabled():
+            self.check_graph()
+        return torch.stack(means).sum()
+
+
+def refuse_no_gradient() -> None:
+    raise ValueError(
+        "rebatch: no tensor of embed gets a gradient: expected one that depends on parameters, "
+        "without detach() or torch.no_grad(), and a loss_fn that uses it"
+    )
+
+
+def joined_rows(parts: Sequence[Embedded]) -> Embedded:
+    """Those of consecutive samples."""
+    whole = parts[0]
+    if len(parts) > 1:
+        try:
+            whole.tensors = [torch.cat(rows) for rows in zip(*(part.tensors for part in parts))]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            shapes = [tuple(tuple(t.shape) for t in part.tensors) for part in parts]
+            raise ValueError(
+                f"rebatch: embed returned tensors of shapes {shapes[0]} and then of others, which "
+                f"cannot be joined ({str(error).splitlines()[0]}): expected one shape but for the "
+                "rows, for example padded to a fixed length"
+            ) from error
+    return whole
+
+
+def check_alike(everyones: Sequence[List[Tuple[Any, str]]]) -> None:
+    """ValueError where the forms of the ranks' rows, (shape of one, dtype) of each tensor,
+    differ."""
+    other = next((rank for rank, forms in enumerate(everyones) if forms != everyones[0]), 0)
+    if other:
+        raise ValueError(
+            f"rebatch: embed returned rows of {everyones[0]} on rank 0 and of {everyones[other]} "
+            f"on rank {other}: expected the same on all ranks, for example padded to a fixed length"
+        )
