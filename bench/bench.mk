@@ -67,6 +67,10 @@ bench-traces: ## writes those of our own in bench/traces again: they come out th
 	$(call build_bench,make_traces,test)
 	@$(BUILD)/bench/make_traces bench/traces
 
+bench-sleep: ## what sleep and wake of a pool cost for each GiB (SLEEP_FLAGS=16: GiB in use; on a GPU where there is one)
+	$(call build_bench,sleep)
+	@$(BUILD)/bench/sleep $(SLEEP_FLAGS)
+
 bench-short: ## what a training step costs in the driver where memory is short (SHORT_FLAGS="500": a GPU that is behind)
 	$(call build_bench,short)
 	@$(BUILD)/bench/short $(SHORT_FLAGS)

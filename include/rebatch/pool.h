@@ -70,12 +70,16 @@ typedef struct rebatch_pool_options {
                                        the thread that allocates or frees. The pool's end waits
                                        without asking. NULL: always true */
     void *may_wait_user;          /**< passed to may_wait */
+    size_t floor_bytes; /**< memory that the pool reserves at once and gives back only while it
+                             sleeps or has given (sharing.h): neither a trim nor a plan goes below
+                             it, so that nobody else takes it between two phases. At most the
+                             limit; needs virtual memory and caching; 0: none */
 } rebatch_pool_options;
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, REBATCH_DEFAULT,          \
-            REBATCH_DEFAULT, 0, NULL, NULL                                                         \
+            REBATCH_DEFAULT, 0, NULL, NULL, 0                                                      \
     }
 
 /** Statistics: X(name, unit, what is counted). */
@@ -113,7 +117,9 @@ typedef struct rebatch_pool_options {
     X(overflow_peak_bytes, "bytes", "of host memory, highest value")                               \
     X(overflow_total_bytes, "bytes", "of host memory taken since the pool was created")            \
     X(phases, "phases", "marked (rebatch_pool_mark()) and ended, with replay on")                  \
-    X(planned_phases, "phases", "of these that a plan served to their end")
+    X(planned_phases, "phases", "of these that a plan served to their end")                        \
+    X(asleep_bytes, "bytes", "of memory given away until the pool wakes")                          \
+    X(floor_bytes, "bytes", "that stay reserved")
 
 /** Statistics of a pool. */
 typedef struct rebatch_pool_stats {
@@ -151,7 +157,7 @@ typedef struct rebatch_tag_usage {
 /** The format of a snapshot. */
 typedef enum rebatch_snapshot_format {
     REBATCH_SNAPSHOT_BLOCKS_CSV = 0, /**< one line for each block; the sum of their bytes is
-                                          reserved_bytes */
+                                          reserved_bytes + asleep_bytes */
     REBATCH_SNAPSHOT_EVENTS_CSV = 1  /**< one line for each event, oldest first */
 } rebatch_snapshot_format;
 
@@ -183,7 +189,9 @@ extern "C" {
  *  @param[out] out  owned by the caller, release with rebatch_pool_destroy(); NULL on failure
  *  @param device    borrowed; must outlive the pool
  *  @param options   copied; NULL: defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_OOM when
+ *          the device does not have floor_bytes; REBATCH_E_UNSUPPORTED when it has no virtual
+ *          memory for a floor */
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
@@ -283,7 +291,7 @@ REBATCH_API_CHECKED rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size
 /** Return cached memory to the device until at most `keep_bytes` of it are left, or as little as
  *  the blocks in use allow. Thread-safe.
  *  @param pool                 the pool
- *  @param keep_bytes           cached memory to keep
+ *  @param keep_bytes           cached memory to keep; what the floor needs is kept too
  *  @param[out] released_bytes  memory returned; may be NULL
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes,
@@ -293,7 +301,8 @@ REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_byt
  *  returns as much cached memory to the device as it can, and what is in use when it is freed,
  *  until the limit holds; such a free waits for the streams' work. Thread-safe.
  *  @param pool         the pool
- *  @param limit_bytes  the most memory that the pool may reserve; 0: no limit
+ *  @param limit_bytes  the most memory that the pool may reserve; 0: no limit. Below the floor
+ *                      (rebatch_pool_options.floor_bytes) it is the floor too
  *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes);
 

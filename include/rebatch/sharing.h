@@ -1,16 +1,75 @@
 /** @file sharing.h
- *  Memory of a pool that is given to others for a while.
+ *  Memory of a pool that is given to others for a while: sleep, give, wake.
  *
- *  A pool that gives lowers what it may hold, for the device's other users, until
- *  rebatch_pool_wake(). A training goes on meanwhile in smaller micro-batches. */
+ *  A pool that sleeps gives its memory to the device's other users and keeps its addresses; one
+ *  that gives lowers what it may hold. rebatch_pool_wake() ends both. docs/sharing.md shows a
+ *  training beside a server.
+ *
+ *  @code
+ *  rebatch_sleep_options options = REBATCH_SLEEP_OPTIONS_INIT;
+ *  options.keep = &weights;                              // a tag of rebatch_pool_tag()
+ *  options.keep_count = 1;
+ *  rebatch_pool_sleep(pool, &options, NULL);             // between two steps
+ *  serve(weights);
+ *  while (rebatch_pool_wake(pool) == REBATCH_OOM)        // nothing is lost
+ *      wait_for_others();
+ *  @endcode */
 #ifndef REBATCH_SHARING_H
 #define REBATCH_SHARING_H
 
 #include "rebatch/pool.h"
 
+/** Options of a sleep. Zero means default. */
+typedef struct rebatch_sleep_options {
+    size_t struct_size;          /**< sizeof(rebatch_sleep_options) */
+    const rebatch_tag *keep;     /**< blocks with these tags stay on the device, where they are */
+    size_t keep_count;           /**< number of `keep` */
+    const rebatch_tag *drop;     /**< blocks with these tags are not copied: their contents are
+                                  undefined after the wake */
+    size_t drop_count;           /**< number of `drop` */
+    void (*on_wait)(void *user); /**< told once, in the first thread that has to wait for the wake;
+                                      it may wake the pool. NULL: nobody is told */
+    void *user;                  /**< passed to on_wait */
+} rebatch_sleep_options;
+/** Default options of a sleep: all contents are copied to host memory. */
+#define REBATCH_SLEEP_OPTIONS_INIT                                                                 \
+    {                                                                                              \
+        sizeof(rebatch_sleep_options), NULL, 0, NULL, 0, NULL, NULL                                \
+    }
+
+/** What a sleep has done. Append-only. */
+typedef struct rebatch_sleep_report {
+    uint64_t released_bytes; /**< given back to the device */
+    uint64_t copied_bytes;   /**< of them, copied to host memory: whole pages */
+    uint64_t held_bytes;     /**< still held of the device */
+    uint64_t kept_bytes;     /**< of them, in blocks of `keep`; the rest shares pages with them */
+} rebatch_sleep_report;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/** Give a pool's memory to others until rebatch_pool_wake(). The call waits for all work of the
+ *  device. It then copies the blocks in use to host memory, but for those of `keep` and `drop`, and
+ *  gives all pages back that hold no block of `keep`. All addresses stay. No work may be enqueued
+ *  that uses memory of the pool, but for blocks of `keep`, until the wake.
+ *
+ *  While the pool sleeps, an allocation, a reserve, a claim of an arena, a mark and a session's
+ *  callback wait for the wake; a free works. Memory that rebatch_pool_reserve() holds is released.
+ *  A second sleep puts more to sleep; what sleeps already stays asleep. The copy is in pinned host
+ *  memory, at most half of what the host has free. It is kept for the next sleep, unless the host
+ *  then has less free than the copy takes.
+ *  @param pool         the pool
+ *  @param options      copied; NULL: defaults
+ *  @param[out] report  zeros on failure; may be NULL
+ *  @return REBATCH_OK; REBATCH_E_HOST_OOM when the host has no memory for the copy;
+ *          REBATCH_E_STATE within a session's step and a pressure callback, and while a graph is
+ *          captured; REBATCH_E_UNSUPPORTED when the pool has no virtual memory, or does not cache;
+ *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. On failure no block is
+ *          asleep that was not before; cached memory may have been given back */
+REBATCH_API_CHECKED rebatch_status rebatch_pool_sleep(rebatch_pool *pool,
+                                                      const rebatch_sleep_options *options,
+                                                      rebatch_sleep_report *report);
 
 /** Lower what the pool may hold, until rebatch_pool_wake(): a bound beside the limit, of which the
  *  smaller one holds. The pool gives cached memory back at once, and the rest when it is freed, as
@@ -23,10 +82,15 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_pool_give(rebatch_pool *pool, size_t most_bytes,
                                              size_t *released_bytes);
 
-/** End the bound of rebatch_pool_give(). Nothing happens where there is none. Thread-safe.
+/** End a sleep, and the bound of rebatch_pool_give(). Memory is mapped at all addresses of blocks
+ *  in use, and nowhere else; what was copied is copied back. So a wake succeeds with less memory
+ *  than there was, as long as it suffices for the blocks in use. Threads that wait go on. On a pool
+ *  that does not sleep only the bound ends. Thread-safe.
  *  @param pool  the pool
- *  @return REBATCH_OK, REBATCH_E_INVALID */
-REBATCH_API rebatch_status rebatch_pool_wake(rebatch_pool *pool);
+ *  @return REBATCH_OK; REBATCH_OOM when there is not the memory: the pool still sleeps, nothing is
+ *          lost, and the call may be repeated; so it may after REBATCH_E_DEVICE; REBATCH_E_STATE
+ *          within a pressure callback; REBATCH_E_INVALID, REBATCH_E_DEVICE_LOST */
+REBATCH_API_CHECKED rebatch_status rebatch_pool_wake(rebatch_pool *pool);
 
 /** Answer requests for a pool's memory on a Unix socket, which only this user and root may use: a
  *  line each of `status`, `give 4GiB`, `give to 12GiB` and `wake` (docs/sharing.md). A thread

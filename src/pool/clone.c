@@ -317,7 +317,8 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         status = rebatch_pool_create(&copy.to, dry, NULL);
     if (status)
         return status;
-    rbi_pool_take_lock(pool);
+    rbi_pool_take_lock_awake(pool);
+    rbi_plan_leave(pool);
     status = copy_locked(&copy);
     rbi_pool_give_lock(pool);
     if (!status && info.total_bytes >= pool->page_bytes)

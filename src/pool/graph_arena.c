@@ -169,7 +169,7 @@ rebatch_status rebatch_arena_claim(rebatch_arena *arena)
     if (status != REBATCH_OK ||
         (status = rbi_pool_check_caller(arena->pool, "rebatch_arena_claim")) != REBATCH_OK)
         return status;
-    rbi_lock_take(&arena->pool->lock);
+    rbi_pool_take_lock_awake(arena->pool);
     status = claim_locked(arena);
     rbi_pool_give_lock(arena->pool);
     return status;
@@ -200,7 +200,7 @@ rebatch_status rebatch_arena_open(rebatch_arena *arena, rebatch_stream stream)
         (status = rbi_pool_check_stream(arena->pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(arena->pool, "rebatch_arena_open")) != REBATCH_OK)
         return status;
-    rbi_lock_take(&arena->pool->lock);
+    rbi_pool_take_lock_awake(arena->pool);
     status = open_locked(arena, stream);
     rbi_pool_give_lock(arena->pool);
     return status;

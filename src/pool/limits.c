@@ -48,6 +48,29 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     return REBATCH_OK;
 }
 
+void rbi_pool_set_floor(rebatch_pool *pool)
+{
+    const size_t most = rbi_min(pool->limit_bytes, pool->given_bytes);
+    const size_t bytes = rbi_pool_is_asleep(pool) ? 0 : rbi_min(pool->floor_bytes, most);
+    pool->vm.floor_pages = bytes / pool->page_bytes;
+}
+
+rebatch_status rbi_pool_take_floor(size_t *missing_bytes, rebatch_pool *pool)
+{
+    rbi_pool_set_floor(pool);
+    *missing_bytes = 0;
+    if (pool->vm.held_pages >= pool->vm.floor_pages)
+        return REBATCH_OK;
+    size_t room;
+    const size_t missing = pool->vm.floor_pages - pool->vm.held_pages;
+    rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    const size_t pages = rbi_min(missing, room / pool->page_bytes);
+    if (pages)
+        status = rbi_vm_create(&pool->vm, pages, RBI_CHUNK_ORDINARY_MOST);
+    *missing_bytes = (missing - (status ? 0 : pages)) * pool->page_bytes;
+    return status == REBATCH_OOM ? REBATCH_OK : status;
+}
+
 /* Free memory of all arenas. */
 static uint64_t arenas_free_bytes(const rebatch_pool *pool)
 {
@@ -71,7 +94,8 @@ static uint64_t arenas_lent_bytes(const rebatch_pool *pool)
 
 uint64_t rbi_pool_own_bytes(const rebatch_pool *pool)
 {
-    return rbi_vm_bytes(&pool->vm) - arenas_free_bytes(pool);
+    return rbi_vm_bytes(&pool->vm) + pool->vm.asleep.pages * pool->page_bytes -
+           arenas_free_bytes(pool);
 }
 
 uint64_t rbi_pool_cached(const rebatch_pool *pool)
@@ -84,6 +108,7 @@ rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool)
     size_t room;
     const rebatch_status status = rbi_pool_room(&room, pool, NULL);
     *bytes = 0;
+    room -= rbi_min(room, pool->vm.asleep.pages * pool->page_bytes); /* what a wake takes */
     if (status == REBATCH_OK && !rbi_add((size_t)rbi_pool_cached(pool), room, bytes))
         *bytes = SIZE_MAX;
     return status;
@@ -147,8 +172,8 @@ bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room)
 bool rbi_pool_holds_too_much(const rebatch_pool *pool)
 {
     const uint64_t peak = pool->highest_live_bytes;
-    return rbi_pool_own_bytes(pool) >
-           peak + peak / RBI_TOO_MUCH_PARTS + RBI_TOO_MUCH_PAGES * pool->page_bytes;
+    const uint64_t most = peak + peak / RBI_TOO_MUCH_PARTS + RBI_TOO_MUCH_PAGES * pool->page_bytes;
+    return rbi_pool_own_bytes(pool) > rbi_max(most, pool->vm.floor_pages * pool->page_bytes);
 }
 
 /* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which

@@ -39,6 +39,7 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     rbi_pool_take_lock(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
+    rbi_pool_set_floor(pool);
     rbi_pool_keep_limit(pool);
     rbi_pool_give_lock(pool);
     return REBATCH_OK;
@@ -58,21 +59,10 @@ rebatch_status rebatch_pool_give(rebatch_pool *pool, size_t most_bytes, size_t *
     rbi_pool_take_lock(pool);
     const uint64_t before = rbi_vm_device_bytes(&pool->vm);
     pool->given_bytes = most_bytes;
+    rbi_pool_set_floor(pool);
     rbi_pool_keep_limit(pool);
     if (released_bytes)
         *released_bytes = (size_t)(before - rbi_vm_device_bytes(&pool->vm));
-    rbi_pool_give_lock(pool);
-    return REBATCH_OK;
-}
-
-rebatch_status rebatch_pool_wake(rebatch_pool *pool)
-{
-    const rebatch_status status = rbi_pool_check(pool);
-    if (status != REBATCH_OK)
-        return status;
-    rbi_lock_take(&pool->lock);
-    pool->given_bytes = SIZE_MAX;
-    rbi_pool_keep_limit(pool);
     rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }

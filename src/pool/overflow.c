@@ -84,8 +84,12 @@ static rebatch_status make_room(rebatch_pool *pool, size_t bytes, size_t keep_by
     const size_t lacking = (bytes - room) / pool->page_bytes;
     rbi_pool_harvest_all(pool, lacking, NULL);
     const size_t spare = pool->vm.spare_pages;
-    return spare >= lacking && rbi_vm_release(&pool->vm, spare - lacking) >= lacking ? REBATCH_OK
-                                                                                     : REBATCH_OOM;
+    if (spare < lacking)
+        return REBATCH_OOM;
+    pool->vm.floor_pages = 0; /* what is given back is taken again at once */
+    const size_t released = rbi_vm_release(&pool->vm, spare - lacking);
+    rbi_pool_set_floor(pool);
+    return released >= lacking ? REBATCH_OK : REBATCH_OOM;
 }
 
 /* Chunks that are free as a whole go back to the host. */
@@ -149,7 +153,7 @@ rebatch_status rbi_pool_settle_overflow(rebatch_pool *pool, size_t keep_bytes)
 {
     rebatch_status status = REBATCH_OK;
     rbi_lock_take(&pool->lock);
-    if (pool->vm.overflow.count) {
+    if (pool->vm.overflow.count && !rbi_pool_is_asleep(pool)) {
         rbi_plan_leave(pool); /* or the phase's plan goes on */
         status = await_all(pool, keep_bytes);
     }

@@ -56,7 +56,7 @@ rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
     if (status != REBATCH_OK)
         return status;
     rbi_pool_run_task(pool);
-    rbi_lock_take(&pool->lock);
+    rbi_pool_take_lock_awake(pool);
     pool->promised_bytes = 0;
     pool->overflow.is_open = false;
     if (key == 0 || !pool->plan.is_on)

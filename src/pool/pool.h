@@ -80,6 +80,7 @@ struct rbi_scope {
     uint64_t live_most;         /* highest live_bytes of the whole pool */
     uint64_t owner_thread;      /* the thread whose calls it takes in, and of those that joined it;
                                    0: all threads' */
+    bool is_phase;              /* a session's */
     bool observes;              /* it counts, and undoes nothing: frees do not wait for its end */
     struct rbi_block *deferred; /* freed inside, and not of it */
 };
@@ -107,6 +108,13 @@ struct rbi_pool_overflow {
     size_t most_bytes; /* SIZE_MAX: no bound but the host's free memory */
 };
 
+/* While the pool sleeps, and before (sleep.c). */
+struct rbi_pool_sleep {
+    void (*on_wait)(void *user); /* told when the first call waits; then NULL */
+    void *user;
+    uint64_t allowed_to; /* the thread that may sleep within a session's step; 0: none */
+};
+
 struct rbi_pressure {
     size_t (*give_up)(size_t wanted_bytes, void *user);
     void *user;
@@ -120,6 +128,7 @@ struct rbi_pressure {
  * Everything is under `lock`; a pressure callback runs without it. */
 struct rebatch_pool {
     struct rbi_lock lock;
+    _Atomic(uint32_t) is_asleep; /* 0 or 1, and a futex: memory is given away until a wake */
     rebatch_device *device;
     size_t page_bytes;
 
@@ -129,6 +138,7 @@ struct rebatch_pool {
     uint32_t keep_room_permille;
     uint32_t rounding_divisions;
     size_t headroom_bytes;
+    size_t floor_bytes;
     size_t given_bytes;    /* the bound of rebatch_pool_give(); SIZE_MAX: none */
     size_t promised_bytes; /* of the last reserve, less what was allocated since */
     bool caching;
@@ -188,6 +198,7 @@ struct rebatch_pool {
 
     struct rbi_pool_plan plan;
     struct rbi_pool_overflow overflow;
+    struct rbi_pool_sleep sleep;
 
     _Atomic(struct rbi_pool_task *) task; /* that waits for the thread that trains; NULL: none */
 
@@ -195,11 +206,17 @@ struct rebatch_pool {
     _Atomic(size_t) sessions; /* that use it, and it is not theirs */
 };
 
-/* In the order of the block's stream. One that other streams use is left alone. */
+static inline bool rbi_pool_is_asleep(const rebatch_pool *pool)
+{
+    return RBI_UNLIKELY(atomic_load_explicit(&pool->is_asleep, memory_order_relaxed) != 0);
+}
+
+/* In the order of the block's stream. One that other streams use is left alone, and what may be
+ * asleep. */
 static inline void rbi_pool_fill_block(const rebatch_pool *pool, const struct rbi_block *block,
                                        uint8_t value)
 {
-    if (RBI_UNLIKELY(pool->fill.is_on) && !block->used)
+    if (RBI_UNLIKELY(pool->fill.is_on) && !block->used && !rbi_pool_is_asleep(pool))
         (void)rebatch_fill(pool->device, block->address, value, block->bytes,
                            rbi_stream_of(block)->stream);
 }
@@ -258,6 +275,18 @@ bool rbi_old_buffers_pass(rebatch_pool *pool, struct rbi_block *block);
 enum rbi_old_free { RBI_OLD_FREE_NONE, RBI_OLD_FREE_LATE, RBI_OLD_FREE_FINAL };
 enum rbi_old_free rbi_old_buffers_free(rebatch_pool *pool, const char *pointer,
                                        const struct rbi_block *older);
+
+/* ---- a pool that sleeps (sleep.c); with the lock held ---- */
+
+/* Waits for the wake, without the lock. */
+void rbi_pool_await_wake(rebatch_pool *pool);
+/* Locks, for a call that needs memory. */
+static inline void rbi_pool_take_lock_awake(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    if (rbi_pool_is_asleep(pool))
+        rbi_pool_await_wake(pool);
+}
 
 /* ---- where free blocks are cut; all with the lock held ---- */
 
@@ -370,6 +399,10 @@ rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool);
 /* What the host could give, in whole pages. */
 size_t rbi_pool_overflow_room(const rebatch_pool *pool);
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
+/* The floor that holds now, after what it depends on has changed. */
+void rbi_pool_set_floor(rebatch_pool *pool);
+/* Takes what is missing of the floor, or what the device has of that: *missing_bytes are left. */
+rebatch_status rbi_pool_take_floor(size_t *missing_bytes, rebatch_pool *pool);
 /* What a pool may spend to save calls of the device. Until it has seen what it needs, and where
  * memory is scarce, free pages are moved to where they are needed; but every move costs calls, in
  * every step again. */

@@ -324,7 +324,10 @@ static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
         return status;
     if (!spared && !rbi_pool_has_waiting(pool, NULL))
         rbi_pool_adopt(pool, pool->first_stream); /* pages that two streams share are free too */
-    const size_t excess = (size_t)((cached - keep_bytes + pool->page_bytes - 1) / pool->page_bytes);
+    const size_t unneeded = rbi_vm_pages_for(&pool->vm, (size_t)(cached - keep_bytes));
+    const size_t above_floor =
+        pool->vm.held_pages - rbi_min(pool->vm.held_pages, pool->vm.floor_pages);
+    const size_t excess = pool->vm.floor_pages ? rbi_min(unneeded, above_floor) : unneeded;
     const uint64_t remaps = pool->stats.remaps;
     rbi_pool_harvest_all(pool, excess, spared);
     pool->stats.remaps = remaps; /* they are not mapped elsewhere */
@@ -399,5 +402,6 @@ void rbi_pool_destroy_ranges(rebatch_pool *pool)
     }
     pool->heap.first_range = pool->heap.last_range = NULL;
     rbi_overflow_close(&pool->vm);
+    rbi_asleep_close(&pool->vm);
     rbi_vm_destroy(&pool->vm);
 }

@@ -88,7 +88,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_take_lock_awake(pool);
     status = rbi_pool_inject_failure(pool, bytes, rounded, stream, "reserve");
     pool->overflow.is_struck = false;
     if (status == REBATCH_OK)
@@ -173,7 +173,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || rounded == 0)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_take_lock_awake(pool);
     status = admit_locked(pool, rounded, stream);
     rbi_pool_give_lock(pool);
     return status;

@@ -28,7 +28,7 @@ static rebatch_status refuse_scope(rebatch_scope handle)
 }
 
 static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t owner_thread,
-                                   bool observes)
+                                   bool is_phase, bool observes)
 {
     rbi_assert(rbi_lock_is_held(&pool->lock));
     if (pool->depth == RBI_POOL_SCOPES)
@@ -43,6 +43,7 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint6
                                 .live_at_begin = pool->stats.live_bytes,
                                 .live_most = pool->stats.live_bytes,
                                 .owner_thread = owner_thread,
+                                .is_phase = is_phase,
                                 .observes = observes};
     pool->depth++;
     pool->undoing += !observes;
@@ -61,7 +62,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    status = begin_locked(out, pool, pool->owner_thread, false);
+    status = begin_locked(out, pool, pool->owner_thread, false, false);
     rbi_pool_give_lock(pool);
     return status;
 }
@@ -71,8 +72,8 @@ rebatch_status rbi_scope_begin_phase(rebatch_scope *out, rebatch_pool *pool, boo
 {
     *out = 0;
     const uint64_t owner = observes ? 0 : rbi_thread_number();
-    rbi_lock_take(&pool->lock);
-    const rebatch_status status = begin_locked(out, pool, owner, observes);
+    rbi_pool_take_lock_awake(pool);
+    const rebatch_status status = begin_locked(out, pool, owner, true, observes);
     if (status == REBATCH_OK)
         rbi_pool_begin_phase(pool, key);
     rbi_pool_give_lock(pool);

@@ -18,6 +18,13 @@ void rbi_pool_run_task(rebatch_pool *pool)
     if (RBI_LIKELY(atomic_load_explicit(&pool->task, memory_order_relaxed) == NULL))
         return;
     struct rbi_pool_task *const task = atomic_exchange(&pool->task, NULL);
-    if (task)
-        task->run(task->user);
+    if (!task)
+        return;
+    rbi_lock_take(&pool->lock);
+    pool->sleep.allowed_to = rbi_thread_number();
+    rbi_pool_give_lock(pool);
+    task->run(task->user);
+    rbi_pool_take_lock_awake(pool);
+    pool->sleep.allowed_to = 0;
+    rbi_pool_give_lock(pool);
 }

@@ -10,6 +10,7 @@ struct tally {
         requested_bytes, live_blocks;
     uint64_t blocks, free_blocks, quick_blocks, pending_blocks, lost_bytes;
     uint64_t chunks[RBI_CHUNK_SIZES]; /* mapped, by their size */
+    uint64_t asleep;                  /* pages */
     uint64_t tag_bytes[RBI_POOL_TAGS];
 };
 
@@ -130,7 +131,7 @@ static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, 
     if (!r->map)
         tally->plain_bytes += bytes;
     CHECK(!r->map || (r->map->address == r->address && r->map->pages == bytes / pool->page_bytes));
-    CHECK(!r->map || rbi_map_count(r->map, tally->chunks));
+    CHECK(!r->map || rbi_map_count(r->map, tally->chunks, &tally->asleep));
     return true;
 }
 
@@ -144,6 +145,7 @@ static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
     }
     CHECK(pool->heap.last_range == previous);
     CHECK(rbi_vm_is_valid(&pool->vm, tally->chunks, tally->plain_bytes));
+    CHECK(pool->vm.asleep.pages == tally->asleep && (pool->is_asleep || tally->asleep == 0));
     return true;
 }
 

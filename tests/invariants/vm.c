@@ -3,11 +3,13 @@
 #include "base/base.h"
 #include "invariants/invariants.h"
 
-bool rbi_map_count(const struct rbi_map *map, uint64_t chunks[static RBI_CHUNK_SIZES])
+bool rbi_map_count(const struct rbi_map *map, uint64_t chunks[static RBI_CHUNK_SIZES],
+                   uint64_t *asleep)
 {
     for (size_t first = 0, end; first < map->pages; first = end) {
         end = first + 1;
-        if (map->chunks[first] == 0)
+        *asleep += map->chunks[first] == RBI_CHUNK_ASLEEP;
+        if (map->chunks[first] == 0 || map->chunks[first] == RBI_CHUNK_ASLEEP)
             continue;
         if (map->chunks[first] == RBI_CHUNK_GOES_ON)
             return false;

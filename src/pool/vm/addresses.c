@@ -174,10 +174,13 @@ char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char
         const size_t index = index_of(map, at);
         const size_t pages = chunk_pages(map, index);
         rbi_assert(map->chunks[index] != 0 && !goes_on(map, index));
-        if (rbi_call_unmap(vm, at, pages * vm->page_bytes) != REBATCH_OK)
+        const bool is_asleep = map->chunks[index] == RBI_CHUNK_ASLEEP;
+        if (!is_asleep && rbi_call_unmap(vm, at, pages * vm->page_bytes) != REBATCH_OK)
             break;
         struct rbi_host_chunk *const host = rbi_overflow_find(vm, at);
-        if (host)
+        if (is_asleep)
+            vm->asleep.pages--;
+        else if (host)
             host->at = NULL;
         else
             rbi_spare_put(vm, map->chunks[index], size_of(pages));
@@ -232,7 +235,8 @@ rebatch_status rbi_map_set_access(struct rbi_vm *vm, const struct rbi_map *map)
 {
     rebatch_status status = REBATCH_OK;
     for (size_t first = 0, end; first < map->pages && !status; first = end + 1) {
-        for (end = first; end < map->pages && map->chunks[end]; end++)
+        for (end = first;
+             end < map->pages && map->chunks[end] && map->chunks[end] != RBI_CHUNK_ASLEEP; end++)
             ;
         if (end > first)
             status = rbi_device_set_access(vm->device, map->address + first * vm->page_bytes,
@@ -247,7 +251,7 @@ rebatch_status rbi_map_set_access(struct rbi_vm *vm, const struct rbi_map *map)
 static size_t release_chunk(struct rbi_vm *vm, const struct rbi_map *map, size_t index)
 {
     const rbi_physical chunk = map->chunks[index];
-    if (chunk == 0)
+    if (chunk == 0 || chunk == RBI_CHUNK_ASLEEP)
         return 1;
     const size_t pages = chunk_pages(map, index);
     const size_t bytes = pages * vm->page_bytes;

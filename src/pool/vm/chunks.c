@@ -125,9 +125,10 @@ static rebatch_status release(struct rbi_vm *vm, unsigned size)
 size_t rbi_vm_release(struct rbi_vm *vm, size_t keep)
 {
     size_t released = 0;
-    while (vm->spare_pages > keep) {
-        const unsigned size = rbi_spare_choose(vm, vm->spare_pages - keep);
-        if (release(vm, size) != REBATCH_OK)
+    while (vm->spare_pages > keep && vm->held_pages > vm->floor_pages) {
+        const size_t most = vm->held_pages - vm->floor_pages;
+        const unsigned size = rbi_spare_choose(vm, rbi_min(vm->spare_pages - keep, most));
+        if ((vm->floor_pages && (size_t)1 << size > most) || release(vm, size) != REBATCH_OK)
             break;
         released += (size_t)1 << size;
     }
@@ -242,6 +243,7 @@ rebatch_status rbi_spare_break(struct rbi_vm *vm, unsigned size)
 
 void rbi_vm_destroy(struct rbi_vm *vm)
 {
+    vm->floor_pages = 0;
     (void)rbi_vm_release(vm, 0);
     for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         rbi_heap_free(vm->spare[size].chunks);

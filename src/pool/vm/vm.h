@@ -22,7 +22,8 @@ struct rbi_spare {
 
 /* An address range, and the chunks that are mapped into it.
  *   chunks[i] is the chunk that begins at page i, RBI_CHUNK_GOES_ON where one from before goes on,
- *   0 where nothing is mapped */
+ *   RBI_CHUNK_ASLEEP where the memory of page i was given away for a while, 0 where nothing is
+ *   mapped */
 struct rbi_map {
     char *address;
     size_t pages;
@@ -30,6 +31,7 @@ struct rbi_map {
     rbi_physical chunks[];
 };
 #define RBI_CHUNK_GOES_ON UINT64_MAX
+#define RBI_CHUNK_ASLEEP (UINT64_MAX - 1)
 
 /* The driver's calls for virtual memory since the vm was opened. A price is what a call takes on a
  * GPU; see rbi_device_prices. */
@@ -55,6 +57,34 @@ struct rbi_overflow {
     uint64_t bytes, peak_bytes, total_bytes; /* now, at most, and ever taken */
 };
 
+/* Pages in a row that were put to sleep together. Those of them that were unmapped since need no
+ * memory any more. */
+struct rbi_sleeper {
+    struct rbi_map *map;
+    size_t first, count;
+    bool has_copy;
+    size_t copy; /* where its copy begins, in pages of all copies */
+};
+
+/* Pinned host memory for copies. */
+struct rbi_copy_part {
+    void *memory;
+    size_t pages;
+};
+
+/* What was put to sleep (asleep.c).
+ *   pages == number of RBI_CHUNK_ASLEEP in all maps
+ *   copied_pages == sum of count over the sleepers with a copy <= copy_pages
+ *   copy_pages == sum of pages over the parts */
+struct rbi_asleep {
+    struct rbi_sleeper *sleepers;
+    size_t count, capacity;
+    size_t pages, copied_pages;
+    struct rbi_copy_part *parts;
+    size_t part_count, copy_pages;
+    bool access_failed; /* a page was mapped, and neither made accessible nor unmapped */
+};
+
 /* All memory that is held, of the device and of the host. spare[i] has the chunks of 2^i pages.
  *   spare_pages == sum of spare[i].count << i
  *   held_pages == sum of spare[i].held << i
@@ -65,6 +95,7 @@ struct rbi_vm {
     size_t page_bytes;
     struct rbi_spare spare[RBI_CHUNK_SIZES];
     size_t spare_pages, held_pages;
+    size_t floor_pages;                /* no release goes below them */
     uint64_t taken_bytes, given_bytes; /* since the vm was opened */
     uint64_t peak_bytes;               /* most that was held at once */
     uint64_t broken_bytes;             /* of both, those of chunks that smaller ones replaced */
@@ -72,6 +103,7 @@ struct rbi_vm {
     uint64_t allocations, frees;       /* calls that took or gave back memory */
     struct rbi_vm_calls calls;
     struct rbi_overflow overflow;
+    struct rbi_asleep asleep;
 };
 
 static inline uint64_t rbi_vm_bytes(const struct rbi_vm *vm)
@@ -101,8 +133,8 @@ size_t rbi_vm_chunk(const struct rbi_vm *vm, size_t count, size_t room);
 size_t rbi_vm_chunk_ahead(size_t count);
 /* Makes `count` more spare pages, in chunks of up to `chunk` pages, a power of two. All or none. */
 rebatch_status rbi_vm_create(struct rbi_vm *vm, size_t count, size_t chunk);
-/* Gives spare pages back until `keep` are left, or fewer where the last chunk is larger. Returns
- * how many pages it gave back. */
+/* Gives spare pages back until `keep` are left, or fewer where the last chunk is larger, and until
+ * floor_pages are held. Returns how many pages it gave back. */
 size_t rbi_vm_release(struct rbi_vm *vm, size_t keep);
 /* Whether a chunk of several pages is mapped. */
 bool rbi_vm_has_large(const struct rbi_vm *vm);
@@ -131,6 +163,25 @@ void rbi_overflow_close(struct rbi_vm *vm);
  *  @return REBATCH_OOM where the device has no room: nothing is changed */
 rebatch_status rbi_overflow_move(struct rbi_vm *vm, struct rbi_map *map, size_t index,
                                  void *beside);
+
+/* ---- memory that is given away for a while (asleep.c); all work must be done ---- */
+
+/* `from` is how many sleepers there were before. */
+/* Notes that whole chunks are to sleep, with a copy of their contents or without. */
+rebatch_status rbi_asleep_add(struct rbi_vm *vm, size_t from, struct rbi_map *map, size_t first,
+                              size_t count, bool has_copy);
+/* Whether that is noted of a page. */
+bool rbi_asleep_has(const struct rbi_vm *vm, const struct rbi_map *map, size_t page);
+/* Copies those that were added since. */
+rebatch_status rbi_asleep_save(struct rbi_vm *vm, size_t from);
+/* Forgets them: they are mapped still. */
+void rbi_asleep_forget(struct rbi_vm *vm, size_t from);
+/* Gives the memory of all sleepers back. What the device does not unmap stays. */
+void rbi_asleep_unmap(struct rbi_vm *vm);
+/* Maps all, with their contents. Where it fails all are asleep as before, but for what the device
+ * does not unmap again. */
+rebatch_status rbi_asleep_wake(struct rbi_vm *vm);
+void rbi_asleep_close(struct rbi_vm *vm);
 
 /* ---- addresses, and what is mapped there (addresses.c) ---- */
 
