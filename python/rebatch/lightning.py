@@ -13,15 +13,17 @@ import contextlib
 import functools
 import inspect
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 
 import torch
 from torchmetrics import Metric
 
 from rebatch.torch.batches.cut import cut_of
 from rebatch.torch.batches.join import join_results
+from rebatch.torch.graphs.inputs import NotCapturedError
 from rebatch.torch.session.report import Report, numbers_of_trainer
 from rebatch.torch.trainers.backward import TrainerBackward
+from rebatch.torch.trainers.captured import Unread
 from rebatch.torch.trainers.evaluation_parts import Parts
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.trainers.whole_batches import CutOrWhole
@@ -55,6 +57,10 @@ _SHARDING = "ModelParallelStrategy"
 _STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", _SHARDING}
 # Methods of a precision plugin that update the parameters.
 _OF_THE_UPDATE = ("optimizer_step", "clip_gradients", "_after_closure")
+# The name of the hook that runs when a pass begins, in batches that update and in others.
+_IN_A_PASS = "training_step"
+# Methods of a module and of callbacks that run in a backward pass.
+_OF_BACKWARD = ("backward", "on_before_backward", "on_after_backward")
 # Methods of a strategy that run a batch without training.
 _OF_EVALUATION = ("validation_step", "test_step", "predict_step")
 
@@ -249,6 +255,14 @@ def missing_names(trainer: Any, module: Any) -> List[str]:
     ]
 
 
+def _hooks_of(trainer: Any) -> List[Any]:
+    """Those that run in the backward pass of a micro-batch, and are not Lightning's own."""
+    owners = [trainer.lightning_module, *trainer.callbacks]
+    found = [getattr(owner, name, None) for owner in owners for name in _OF_BACKWARD]
+    ours = ("lightning", "pytorch_lightning", "rebatch")
+    return [h for h in found if h and getattr(h, "__module__", "").split(".")[0] not in ours]
+
+
 class _TrainingStep:
     """Takes the place of what a Trainer runs for one batch: training_step, zero_grad, backward.
 
@@ -275,6 +289,7 @@ class _TrainingStep:
             shared={name: getattr(trainer, name) for name in _SHARED},
             loss_name="training_step",
             functions=[self._module.training_step],
+            hooks=_hooks_of(trainer),
             aside=self._records.aside,
             **options,
         )
@@ -320,36 +335,54 @@ class _TrainingStep:
         return self._lightning.Closure(step_fn=lambda: self._run(kwargs, zero_grad))
 
     def _run(self, kwargs: Dict[str, Any], zero_grad: Any) -> Any:
-        self._kwargs, self._hook = kwargs, self._module._current_fx_name
+        self._kwargs, hook = kwargs, self._module._current_fx_name
         if zero_grad:
             zero_grad()
         try:
+            self._module._current_fx_name = _IN_A_PASS
             with self._records.replacing_log(), self._cut.saying_why():
                 loss: Any = self.backward(kwargs["batch"])
+            if self.backward.has_graphs:
+                self._records.put_parts(self.backward.outputs)
+                self.backward.outputs = None
             loss = loss if self._records.have_loss() else None
             extra = self._records.extra()
             self._records.log_all()
         finally:
             self._records.clear()
-            self._module._current_fx_name = self._hook
+            self._module._current_fx_name = hook
             del self._kwargs
         return self._loop.output_result_cls(loss, extra=extra)
 
     def _part(self, batch: Any, first: int, count: int) -> Any:
-        self._module._current_fx_name = self._hook  # an exception leaves another
+        self._module._current_fx_name = _IN_A_PASS  # an exception leaves another
         self._records.begin(first, count)
-        return self._cut.part(batch, first, count, self.backward.samples)
+        part = self._cut.part(batch, first, count, self.backward.samples)
+        # A graph serves other batches with the same number.
+        return (part, self._trainer.accumulate_grad_batches) if self.backward.has_graphs else part
 
     def _loss(self, _model: Any, part: Any) -> Any:
-        result = self._loop._training_step({**self._kwargs, "batch": part})
+        if not self.backward.has_graphs:
+            return self._loss_of({**self._kwargs, "batch": part})
+        kwargs = {**self._kwargs, "batch": part[0]}
+        if self.backward.is_captured and "batch_idx" in kwargs:
+            kwargs["batch_idx"] = Unread("batch_idx")
+        self._parts: List[Any] = []  # filled once the pass has gone backward
+        return self._loss_of(kwargs), self._parts
+
+    def _loss_of(self, kwargs: Dict[str, Any]) -> torch.Tensor:
+        result = self._loop._training_step(kwargs)
         self._records.keep(result)
         if result.closure_loss is None:  # it has no backward pass
             return torch.zeros((), device=self.backward.device, requires_grad=True)
-        return result.closure_loss
+        loss: torch.Tensor = result.closure_loss
+        return loss
 
     def _run_backward(self, loss: torch.Tensor) -> None:
         if self._records.has_loss():
             self._loop._make_backward_fn(self._optimizer)(loss)
+        if self.backward.has_graphs:
+            self._parts += self._records.parts(self.backward.is_captured)
 
 
 class _Evaluation:
@@ -419,6 +452,14 @@ class _Record:
         self.logged: Dict[tuple[Any, ...], dict[Any, Any]] = {}
         self.extra: Dict[str, Any] = {}
         self.has_loss = False
+
+
+class _Parts(NamedTuple):
+    """What a record has, with _TENSOR in the places of tensors."""
+
+    logged: Dict[tuple[Any, ...], dict[Any, Any]]
+    extra: Dict[str, Any]
+    has_loss: bool
 
 
 class _Records:
@@ -492,6 +533,24 @@ class _Records:
             self._module._current_fx_name = hook
             self._log(**call)
 
+    # ---- of passes that graphs may replay, which log nothing ----
+
+    def parts(self, is_captured: bool) -> List[Any]:
+        """What the record of this micro-batch has, and the tensors that are taken out of it."""
+        current, tensors = self._current, list[torch.Tensor]()
+        logged = {
+            key: {**call, "value": _without(call["value"], tensors, is_captured and key[1])}
+            for key, call in current.logged.items()
+        }
+        extra = _without(current.extra, tensors, is_captured and "the result")
+        return [_Parts(logged, extra, current.has_loss), *tensors]
+
+    def put_parts(self, parts: List[Any]) -> None:
+        """Those of all micro-batches, in their order."""
+        rest = iter(parts)
+        for record in self._records.values():
+            record.logged, record.extra, record.has_loss = _with(next(rest), rest)
+
     # ---- what training_step returns beside the loss ----
 
     def keep(self, result: Any) -> None:
@@ -546,6 +605,38 @@ def _detached(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_detached(v) for v in value)
     return value
+
+
+_TENSOR = object()
+
+
+def _without(value: Any, tensors: List[torch.Tensor], refused: Any) -> Any:
+    """A value whose tensors are moved to a list. `refused` is its name, if it may have no numbers:
+    a replay has those of another batch."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _TENSOR
+    if type(value) is dict:
+        return {name: _without(part, tensors, refused) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without(part, tensors, refused) for part in value)
+    if refused and not isinstance(value, (str, type(None))):
+        raise NotCapturedError(
+            f"{refused!r} that is logged or returned has a {type(value).__name__}, which a replay "
+            "would not make anew: expected tensors of the device"
+        )
+    return value
+
+
+def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The value again."""
+    if value is _TENSOR:
+        return next(tensors)
+    if type(value) is dict:
+        return {name: _with(part, tensors) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with(part, tensors) for part in value)
+    return _Parts(*(_with(part, tensors) for part in value)) if type(value) is _Parts else value
 
 
 def _reduction(reduce_fx: Any) -> str:

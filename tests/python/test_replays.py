@@ -24,7 +24,6 @@ from rebatch.torch.batches.outputs import tensors_in
 from rebatch.torch.graphs import graphs as graphs_module
 from rebatch.torch.graphs import recorder as recorder_module
 from rebatch.torch.graphs.changes import Changes
-from rebatch.torch.trainers.backward import TrainerBackward
 
 # Steps before the first capture: three are looked at, and a shape is to have run three times.
 EAGER_STEPS = 4
@@ -245,14 +244,6 @@ def test_what_only_another_loss_fn_names_gets_its_gradient_once():
             scale.grad = None
         assert bool(run.replayed[-1]) == graphs
     assert same_bits(found[:8], found[8:])
-
-
-def test_an_adapter_says_that_it_has_no_graphs():
-    """What a Trainer logs in a pass would not happen in a replay."""
-    model, _, loss_fn = make("mlp")
-    with pytest.warns(RuntimeWarning, match="graphs has no effect on training_step"):
-        backward = TrainerBackward(model, loss_fn, loss_name="training_step", graphs=True)
-    assert backward._training.callbacks.graphs is None
 
 
 def test_outputs_are_copies():

@@ -250,3 +250,10 @@ def test_entries_that_are_no_rows_are_told_by_name():
     inputs = {"completion_ids": torch.zeros(4, 2), "more": torch.zeros(3)}
     with pytest.raises(ValueError, match="more of the batch has 3 entries: expected 4"):
         adapter._Rows(are_pairs=False).part(inputs, 0, 2)
+
+
+def test_graphs_have_no_effect_and_that_is_said():
+    with pytest.warns(RuntimeWarning, match="graphs=True has no effect on SFTTrainer"):
+        trainer = trainer_of("sft", step={"graphs": True})
+    trainer.train()
+    assert not trainer._rebatch.backward.has_graphs

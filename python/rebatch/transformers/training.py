@@ -10,8 +10,10 @@ import torch
 
 from rebatch.torch.saving.lighten import checkpointing
 from rebatch.torch.trainers.backward import TrainerBackward
+from rebatch.torch.trainers.captured import Unread, refusing
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.trainers.whole_batches import CutOrWhole
+from rebatch.torch.undo.places import is_of_program
 from rebatch.transformers.refused import sharding_of
 from rebatch.transformers.weigher import Weigher, weighted
 
@@ -20,6 +22,7 @@ _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Of TrainingArguments, and the same on all ranks.
 _SHARED = ("max_grad_norm", "gradient_accumulation_steps", "fp16", "bf16")
 _ITEMS = "num_items_in_batch"  # an argument of training_step
+_ACCUMULATED = "current_gradient_accumulation_steps"  # of a Trainer, since 4.48
 # In the states of a TrainerState.
 _STATE = "rebatch"
 
@@ -69,7 +72,6 @@ class TrainingStep:
 
     def _run_batch(self, inputs: Any) -> torch.Tensor:
         assert self.backward is not None
-        self._weight: Optional[torch.Tensor] = None  # a whole batch may run without _part()
         with self._cut.saying_why():
             return self.backward(inputs)
 
@@ -125,6 +127,7 @@ class TrainingStep:
             loss_name="compute_loss",
             functions=[self._trainer.compute_loss],
             owners=[self._trainer],
+            hooks=[self._plain] if is_of_program(self._plain) else [],
             **self.options,
         )
 
@@ -133,27 +136,37 @@ class TrainingStep:
     def _part(self, inputs: Any, first: int, count: int) -> Any:
         samples = self._cut.length(inputs)
         part = self._cut.part(inputs, first, count, samples)
-        self._weight = None
+        items, weight = self._arguments[_ITEMS], None
         if count < samples:
-            items = self._arguments[_ITEMS]
             assert self.backward is not None  # it runs
             model = self.backward.model
             if self._is_sharded() or not self.weigher.divides(model, inputs, samples, items):
-                self._weight = self.weigher.weight(inputs, samples, part, count)
-        return part
+                weight = self.weigher.weight(inputs, samples, part, count)
+        # A graph serves other batches with tensors of theirs, and the same numbers.
+        items = items if isinstance(items, torch.Tensor) else None
+        return part, items, weight, getattr(self._trainer, _ACCUMULATED, None)
 
-    def _loss(self, model: Any, part: Any) -> torch.Tensor:
+    def _loss(self, model: Any, samples: Any) -> torch.Tensor:
         given: List[tuple[Any, ...]] = []
-        arguments = self._arguments
-        items, is_cut = arguments[_ITEMS], self._weight is not None
-        if is_cut and items is not None and self.weigher.is_divided is None and self._is_sharded():
+        part, items, weight, _ = samples
+        is_captured = self.backward is not None and self.backward.is_captured
+        arguments, plain = self._arguments, self._plain
+        if items is None:
+            items = arguments[_ITEMS]
+        asks = weight is not None and items is not None and self.weigher.is_divided is None
+        asks = asks and self._is_sharded()
+        if asks:
             arguments = {**arguments, _ITEMS: self.weigher.once_and_twice(items)}
+        elif is_captured:
+            is_number = isinstance(items, (int, float))
+            arguments = {**arguments, _ITEMS: Unread(_ITEMS) if is_number else items}
+            plain = self._without_log
 
         def collect(loss: torch.Tensor, **keywords: Any) -> None:
             given.append((loss, keywords))
 
         with replaced(self._trainer.accelerator, backward=collect):
-            self._plain(model, part, **arguments)
+            plain(model, part, **arguments)
         if len(given) != 1:
             raise ValueError(
                 f"rebatch: training_step calls accelerator.backward() {len(given)} times: "
@@ -161,11 +174,16 @@ class TrainingStep:
             )
         loss: torch.Tensor = given[0][0]
         self._keywords = given[0][1]
-        if arguments is not self._arguments:
+        if asks:
             loss = self.weigher.told_by(loss)
-        if self._weight is None or self.weigher.is_divided:
+        if weight is None or self.weigher.is_divided:
             return loss
-        return weighted(loss, self._weight)
+        return weighted(loss, weight)
+
+    def _without_log(self, *arguments: Any, **keywords: Any) -> None:
+        refused = refusing("it calls the Trainer's log()", "a callback that logs")
+        with replaced(self._trainer, log=refused):
+            self._plain(*arguments, **keywords)
 
     def _is_sharded(self) -> bool:
         """A pass of one rank alone would wait for those of the others."""

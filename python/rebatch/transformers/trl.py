@@ -13,10 +13,12 @@ import contextlib
 import importlib
 import importlib.metadata
 import types
+import warnings
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple, Type
 
 import torch
 
+from rebatch._user_code import user_stacklevel
 from rebatch.torch.batches.cut import Cut
 from rebatch.transformers.training import TrainingStep, replaced
 
@@ -258,6 +260,13 @@ class RowsStep(TrainingStep):
     def __init__(self, trainer: Any, plain: Callable[..., Any], options: Dict[str, Any]):
         super().__init__(trainer, plain, options)
         name = _name_in_trl(trainer)
+        if self.options.pop("graphs", False):
+            warnings.warn(
+                f"rebatch: graphs=True has no effect on {name}, whose compute_loss reads what it "
+                "logs on the host (item())",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
         self._is_of_tokens = name == "SFTTrainer"  # whose batches are those of any Trainer
         # Evaluation has collectives within prediction_step, and may generate.
         self.evaluates_parts = self._is_of_tokens and trainer.accelerator.num_processes == 1

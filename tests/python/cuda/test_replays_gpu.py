@@ -10,6 +10,7 @@ import models
 from conftest import load_standin
 from test_replays import *  # noqa: F403
 from test_replays import Run, both
+from test_replays_of_trainers import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(load_standin() is not None, reason="needs a GPU")
 

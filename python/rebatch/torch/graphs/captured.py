@@ -96,6 +96,13 @@ class Pass:
         self._gradients = [g for g in self._recording.result.gradients if g is not None]
 
     def _run(self) -> Result:
+        self._running.is_captured = True
+        try:
+            return self._pass()
+        finally:
+            self._running.is_captured = False
+
+    def _pass(self) -> Result:
         program = self._running.program
         loss, extras = program.loss_of(self._inputs.samples)
         weighted = self._weight.weighted(loss)

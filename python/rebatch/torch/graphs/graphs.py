@@ -280,10 +280,10 @@ class Graphs:
             self.ran_out()
         else:
             self.drop()
-            self._turn_off(
-                f"a pass of {self._running.program.loss_name} cannot be captured{at}: {text} "
-                "(what reads a tensor on the host, such as item(), or takes one of the CPU)"
-            )
+            if not isinstance(found, NotCapturedError):
+                text += " (what reads a tensor on the host, such as item(), or takes one of a CPU)"
+            name = self._running.program.loss_name
+            self._turn_off(f"a pass of {name} cannot be captured{at}: {text}")
         return None
 
     def _hold(self, mb: _MicroBatch, held: Pass, is_exact: bool) -> None:

@@ -35,6 +35,8 @@ _MOST_ENTRIES = 1024  # of a container
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # What properties give that is a number, a flag or a text; device and dtype follow from parameters.
 _NUMBERS = ATOMS - {torch.device, torch.dtype}
+# Of accelerate, whose backward() hands it to DeepSpeed alone.
+_NOT_READ = {"sync_gradients"}
 # What reads attributes without their names.
 _READ_ALL = frozenset(("vars", "getattr", "__dict__", "asdict"))
 
@@ -42,6 +44,11 @@ _READ_ALL = frozenset(("vars", "getattr", "__dict__", "asdict"))
 def _function_of(member: Any) -> Any:
     """That of a method or property, as a class has it."""
     return getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
+
+
+def _is_wholly_own(kind: type) -> bool:
+    """Of what an installed class keeps, such as a Trainer, much is its own count of steps."""
+    return all(map(is_of_program, kind.__mro__[:-1]))
 
 
 class Named:
@@ -133,14 +140,14 @@ class Named:
 
     def _look_at_own(self, name: str, owner: Any, level: int) -> None:
         attributes = attributes_of(owner)
-        reads_all = not self._names.isdisjoint(_READ_ALL) and is_of_program(type(owner))
+        reads_all = not self._names.isdisjoint(_READ_ALL) and _is_wholly_own(type(owner))
         own = getattr(owner, "__dict__", {})
         for key in sorted(attributes if reads_all else self._names & attributes.keys()):
             self.put(Place(f"{name}.{key}", own if key in own else owner, key), level + 1)
 
     def _look_at_properties(self, name: str, owner: Any) -> None:
         """What they give, as far as it is known to be alike by its value."""
-        for key in sorted(self._names.intersection(dir(type(owner)))):
+        for key in sorted(self._names.intersection(dir(type(owner))) - _NOT_READ):
             if isinstance(inspect.getattr_static(type(owner), key), property):
                 place = Place(f"{name}.{key}", owner, key)
                 if place.at not in self.places and type(_value_of(place)) in _NUMBERS:

@@ -187,6 +187,7 @@ class Running:
         self.program, self.undo, self.told = program, undo, told
         self.has_ranks = False  # other ranks train the model too
         self.has_window = False  # and it is one of fully_shard()
+        self.is_captured = False  # the pass that runs
         self.generators = Generators((), program.generators)  # as they are saved
         self.batch: Any = None  # or Batches
         self.samples = self.longest = 0  # of all, and of the longest of Batches

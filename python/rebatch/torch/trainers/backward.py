@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
-from rebatch._user_code import user_stacklevel
 from rebatch.torch.backward import Backward
 from rebatch.torch.batches.cut import Cut
 from rebatch.torch.check.findings import accepted_kinds
@@ -25,6 +23,7 @@ class TrainerBackward(Backward):
         shared: the trainer's settings by name, which must be the same on all ranks
         loss_name: what users call loss_fn, in what is said of it
         functions: those of the program that loss_fn runs
+        hooks: those that the backward pass of a micro-batch runs beside
         owners: objects beside the model that loss_fn may change
         aside: a context manager around runs of loss_fn that are no part of a batch
         within: the Cut that `slice` cuts by
@@ -42,22 +41,16 @@ class TrainerBackward(Backward):
         shared: Optional[Dict[str, Any]] = None,
         loss_name: str = "loss_fn",
         functions: Optional[Sequence[Any]] = None,
+        hooks: Sequence[Any] = (),
         owners: Sequence[Any] = (),
         aside: Optional[Callable[[], ContextManager[Any]]] = None,
         within: Optional[Cut] = None,
         **options: Any,
     ):
-        if options.pop("graphs", False):
-            warnings.warn(
-                f"rebatch: graphs has no effect on {loss_name}: a Trainer keeps in Python what a "
-                "pass logs and counts, which a replay would leave out. A Step has graphs",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
-            )
-
         def passes() -> Passes:
             made = Passes(listed(model), listed(optimizer), backward)
             made.wants_norm = True
+            made.functions = list(hooks)
             return made
 
         named = {name: str(value) for name, value in (shared or {}).items()}
@@ -74,6 +67,16 @@ class TrainerBackward(Backward):
     def is_sharded(self) -> bool:
         """The model is one of fully_shard()."""
         return self._training.running.has_window
+
+    @property
+    def has_graphs(self) -> bool:
+        """Passes may be replays of CUDA graphs."""
+        return self._training.callbacks.graphs is not None
+
+    @property
+    def is_captured(self) -> bool:
+        """The pass that runs."""
+        return self._training.running.is_captured
 
     @property
     def samples(self) -> int:

@@ -140,11 +140,15 @@ def _globals_in(code: types.CodeType) -> FrozenSet[str]:
 
 
 def names_in(function: Any) -> Set[str]:
-    """All that a function names: globals and attributes."""
+    """All that a function names: globals and attributes, and texts beside getattr()."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return {name for part in _with_inner(code) for name in part.co_names} if code else set()
+    parts = list(_with_inner(code)) if code else []
+    names = {name for part in parts for name in part.co_names}
+    if "getattr" in names:
+        names |= {text for part in parts for text in part.co_consts if isinstance(text, str)}
+    return names
 
 
 def named_by(function: Any) -> Iterator[Place]:
