@@ -356,9 +356,8 @@ typedef struct rebatch_meter_reading {
     uint64_t reserved_bytes; /**< memory held from the device */
     uint64_t asked_bytes;    /**< size of the last request that failed since `begin`; 0: none, or
                                   not known */
-    /** Highest value of reserved_bytes since `begin`; 0: not measured. An allocator whose memory
-     *  lies in pieces reserves more than is in use, and what it reserves is what runs out: `learn`
-     *  chooses sizes by it. */
+    /** Highest value of reserved_bytes since `begin`; 0: not measured. `learn` chooses sizes by it:
+     *  what an allocator reserves, pieces between blocks too, is what runs out. */
     uint64_t reserved_peak_bytes;
     uint64_t retries; /**< requests since `begin` that were served only after cached memory was
                            returned to the device; 0: none, or not known */
@@ -372,8 +371,7 @@ typedef struct rebatch_meter {
     /** A callback begins: peak_bytes counts from here. `phase` is where an OOM in it would occur,
      *  and `size` the samples of a micro-batch, or their cost; 0: it is none. */
     void (*begin)(rebatch_phase phase, size_t size, void *user);
-    /** Read the figures. What they say after a failed callback is read when the callback has
-     *  returned and has freed its memory.
+    /** Read the figures: after a failed callback when it has returned and has freed its memory.
      *  @return REBATCH_OK; any other status: the figures are not known */
     rebatch_status (*read)(rebatch_meter_reading *out, void *user);
     /** How many bytes could be allocated in addition to what is in use; UINT64_MAX: not bounded.
@@ -387,11 +385,15 @@ typedef struct rebatch_meter {
     /** Optional. After an OOM: how much of the device's memory others hold, who may give it back.
      *  @return bytes; 0: none, or a limit of one's own is what is short */
     uint64_t (*outside)(void *user);
+    /** Optional. Where this points to the size of a micro-batch, `settled` is its reading, and that
+     *  of callbacks without one: begin and read are not called. SIZE_MAX: any size, 0: none. */
+    const size_t *settled_size;
+    const rebatch_meter_reading *settled; /**< may change like that while a call runs */
 } rebatch_meter;
 /** A meter without functions: set the first four. */
 #define REBATCH_METER_INIT                                                                         \
     {                                                                                              \
-        sizeof(rebatch_meter), NULL, NULL, NULL, NULL, NULL, NULL                                  \
+        sizeof(rebatch_meter), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                      \
     }
 
 /** The most sizes in rebatch_options.micro_allowed. */

@@ -23,10 +23,25 @@ rebatch_status rbi_meter_check(const rebatch_options *o)
     return REBATCH_OK;
 }
 
-static bool read_meter(rebatch_meter_reading *out, const rebatch *rb)
+/* Samples of the micro-batch that begins, or their cost; 0: the callback has none. */
+static size_t size_in(const rebatch *rb, rebatch_phase phase)
 {
-    *out = (rebatch_meter_reading){0};
-    return rb->meter.read(out, rb->meter.user) == REBATCH_OK;
+    return phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP ? rb->run.cut.size : 0;
+}
+
+static bool is_settled(const rebatch *rb, size_t size)
+{
+    const rebatch_meter *const meter = &rb->meter;
+    const size_t settled = meter->settled_size && meter->settled ? *meter->settled_size : 0;
+    return settled && (settled == SIZE_MAX || size == settled || !size);
+}
+
+/* For the callback of `size` that runs, or ran last. */
+static bool read_meter(rebatch_meter_reading *out, const rebatch *rb, size_t size)
+{
+    const bool is_there = is_settled(rb, size);
+    *out = is_there ? *rb->meter.settled : (rebatch_meter_reading){0};
+    return is_there || rb->meter.read(out, rb->meter.user) == REBATCH_OK;
 }
 
 /* ---- around a callback ---- */
@@ -36,9 +51,10 @@ void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
     if (!rbi_meter_is_set(rb))
         return;
     rebatch_meter_reading reading;
-    const bool has_size = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP;
-    rb->meter.begin(phase, has_size ? rb->run.cut.size : 0, rb->meter.user);
-    rb->callback.meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
+    const size_t size = rb->callback.meter_size = size_in(rb, phase);
+    if (!is_settled(rb, size))
+        rb->meter.begin(phase, size, rb->meter.user);
+    rb->callback.meter_live = read_meter(&reading, rb, size) ? reading.live_bytes : 0;
     if (!rb->run.meter.has_begun)
         rb->run.live_before = rb->callback.meter_live;
     rb->run.meter.has_begun = true;
@@ -55,7 +71,7 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
         return true;
     }
     rebatch_meter_reading reading;
-    const bool is_read = read_meter(&reading, rb);
+    const bool is_read = read_meter(&reading, rb, rb->callback.meter_size);
     rb->run.meter.retries += reading.retries;
     if (!is_read || !reading.peak_bytes) {
         rb->run.meter.peak_is_unknown = true;
@@ -78,7 +94,7 @@ void rbi_memory_get(struct rbi_memory *out, const rebatch *rb)
     *out = (struct rbi_memory){0};
     if (rbi_meter_is_set(rb)) {
         rebatch_meter_reading reading;
-        (void)read_meter(&reading, rb);
+        (void)read_meter(&reading, rb, rb->callback.meter_size);
         *out = (struct rbi_memory){reading.live_bytes, rbi_memory_step_peak(rb),
                                    reading.reserved_bytes};
         return;

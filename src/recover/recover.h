@@ -799,6 +799,7 @@ struct rbi_running {
     rebatch_status escape_status;
     uint64_t overflow_before; /* host memory that was ever taken before the update */
     uint64_t meter_live;      /* in use when it began */
+    size_t meter_size;        /* of its micro-batch, as the meter has heard; 0: it has none */
 };
 
 /* What the pool goes back to when the step ends: another session's step may run around this one. */

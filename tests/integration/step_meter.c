@@ -22,7 +22,10 @@ struct program {
     bool hides_request;   /* read() does not say what failed */
     size_t retries_above; /* larger micro-batches are served after memory is returned; 0: none is */
     uint64_t retries;
-    bool overstates; /* what is reserved is an eighth more than is needed */
+    bool overstates;      /* what is reserved is an eighth more than is needed */
+    size_t begins, reads; /* calls of these */
+    size_t settled_size;
+    rebatch_meter_reading settled;
 };
 
 static rebatch_status take(struct program *p, uint64_t bytes)
@@ -90,6 +93,7 @@ static rebatch_status optimizer_step(void *user)
 static void begin(rebatch_phase phase, size_t size, void *user)
 {
     struct program *p = user;
+    p->begins++;
     p->sizes[phase] = size;
     p->peak = p->live;
     p->asked = 0;
@@ -101,7 +105,8 @@ static void begin(rebatch_phase phase, size_t size, void *user)
 
 static rebatch_status read_figures(rebatch_meter_reading *out, void *user)
 {
-    const struct program *p = user;
+    struct program *p = user;
+    p->reads++;
     *out = (rebatch_meter_reading){.live_bytes = p->live,
                                    .peak_bytes = p->is_blind ? 0 : p->peak,
                                    .reserved_bytes = p->live + p->cached,
@@ -134,7 +139,14 @@ static const rebatch_step_ops ops =
 
 static rebatch_meter meter_of(struct program *p)
 {
-    return (rebatch_meter){sizeof(rebatch_meter), begin, read_figures, available, release, p, NULL};
+    return (rebatch_meter){.struct_size = sizeof(rebatch_meter),
+                           .begin = begin,
+                           .read = read_figures,
+                           .available = available,
+                           .release = release,
+                           .user = p,
+                           .settled_size = &p->settled_size,
+                           .settled = &p->settled};
 }
 
 static void program_open(struct program *p, const struct program *looks, bool learns)
@@ -441,6 +453,52 @@ Test(step_meter, an_update_whose_memory_is_gone_does_not_begin)
     p.capacity = MIB(40);
     (void)step(&p, 8);
     cr_expect_eq(p.updates, 2);
+}
+
+Test(step_meter, what_is_settled_is_neither_begun_nor_read)
+{
+    OPEN(program, p, PROGRAM(.capacity = MIB(100), .live = MIB(10), .cached = MIB(5)), false);
+    (void)step(&p, 8);
+    const size_t begins = p.begins, reads = p.reads;
+    cr_expect_eq(begins, 3);
+    p.settled = (rebatch_meter_reading){.live_bytes = MIB(10), .reserved_bytes = MIB(17)};
+    for (p.settled_size = 8;; p.settled_size = SIZE_MAX) {
+        const rebatch_step_report report = step(&p, 8);
+        cr_expect_eq(report.peak_bytes, 0);
+        cr_expect_eq(report.reserved_bytes, MIB(17));
+        if (p.settled_size == SIZE_MAX)
+            break;
+    }
+    cr_expect(p.begins == begins && p.reads == reads, "%zu, %zu", p.begins, p.reads);
+    p.settled_size = 16;
+    (void)step(&p, 8);
+    cr_expect_eq(p.begins, begins + 1, "another size is begun");
+    cr_expect_eq(p.sizes[REBATCH_PHASE_FORWARD], 8);
+    cr_expect_eq(p.reads, reads + 2);
+}
+
+static rebatch_status fails_and_unsettles(const rebatch_microbatch *mb, void *user)
+{
+    struct program *p = user;
+    const rebatch_status status = forward_backward(mb, user);
+    if (status)
+        p->settled_size = 0;
+    return status;
+}
+
+/* What failed is read, if the program says so before it returns. */
+Test(step_meter, an_oom_ends_what_is_settled)
+{
+    static const rebatch_step_ops unsettling =
+        OPS(nothing_to_do, fails_and_unsettles, optimizer_step, .flags = REBATCH_DECLARES_MUTATION);
+    OPEN(program, p, PROGRAM(.capacity = MIB(12), .settled_size = 16), false);
+    rebatch_step_report report;
+    OK(rebatch_step(p.rb, &unsettling, 16, &p, &report));
+    cr_expect_eq(report.ooms, 1);
+    cr_expect_eq(report.micro, 8);
+    cr_expect_eq(report.peak_bytes, 0); /* not of a part of the step */
+    cr_expect_gt(p.reads, 0);
+    cr_expect_eq(p.sizes[REBATCH_PHASE_FORWARD], 8);
 }
 
 Test(step_meter, a_probe_is_refused)

@@ -52,7 +52,7 @@ def beyond(small, make, layers, micros):
 
 @pytest.mark.parametrize(
     "make, micros, most",
-    ((mlp, 1, 275), (mlp, 4, 510), (with_batch_norm, 1, 300), (with_batch_norm, 4, 620)),
+    ((mlp, 1, 260), (mlp, 4, 480), (with_batch_norm, 1, 285), (with_batch_norm, 4, 590)),
 )
 def test_calls_of_a_settled_step_beyond_those_of_a_plain_loop(small, make, micros, most):
     assert beyond(small, make, 4, micros) <= most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Tuple
 
 import torch
 
@@ -20,8 +20,8 @@ from rebatch.torch.session.weak_methods import weakly
 # measurement resets PyTorch's peak statistics, which programs read, so there are few of them; the
 # first may count what is made once.
 _MEASUREMENTS = 2
-# After so many steps of a kind without an OOM the figures of a callback are read once in a step:
-# PyTorch takes some 10 microseconds for all of them.
+# After so many steps of a kind without an OOM C calls nothing before and after a callback, and the
+# figures of its micro-batches are those of when C asks what is available.
 _ALIKE_STEPS = 8
 
 
@@ -33,7 +33,11 @@ class UnknownMeter:
         self.has_failed = False
         self.swallowed = 0
         self.live_at_begin = self.ooms_at_begin = 0
+        self._settled = c.MeterReading()
+        self._settled_size = C.c_size_t(-1)  # C calls neither begin nor read
         self.struct = c.Meter(
+            settled=C.pointer(self._settled),
+            settled_size=C.pointer(self._settled_size),
             begin=lambda _phase, _size, _user: None,
             read=lambda _out, _user: c.Status.E_UNSUPPORTED,
             available=weakly(self._available, gone=c.Status.E_USER),
@@ -68,11 +72,13 @@ class NativeMeter:
         self._device = device
         self._measured: Dict[Tuple[int, int], int] = {}
         self._steps: Dict[tuple[Any, ...], int] = {}  # that were measured, by their kinds
-        self._is_measuring = self._is_measuring_step = self._reads_once = False
-        self._kept: Optional[dict[Any, Any]] = None  # the figures that were read last
-        self._was_asked = False  # in this step, what is available: _kept is of now
+        self._sizes: Dict[tuple[Any, ...], int] = {}  # of their largest micro-batches
+        self._kind: tuple[Any, ...] = ()
+        self._is_measuring = self._is_measuring_step = self._is_alike = False
+        self._settled = c.MeterReading()  # what C takes in place of a call
+        self._settled_size = C.c_size_t()  # of micro-batches for which it does
+        self._was_asked = False  # in this step, what is available: _settled is of now
         self._most = 0  # that could be allocated in all when the device was asked in this step
-        self._reading = c.MeterReading()
         self._retries_at_begin = 0
         self.asked_bytes = 0
         self.has_failed = False  # the callback that runs
@@ -86,25 +92,41 @@ class NativeMeter:
             available=weakly(self._available, gone=c.Status.E_USER),
             release=weakly(self._release, gone=0),
             outside=weakly(self._outside, gone=0),
+            settled=C.pointer(self._settled),
+            settled_size=C.pointer(self._settled_size),
         )
 
     def measure_again(self) -> None:
         """Sizes may need other memory than was measured: after an OOM, or at another level."""
         self._measured.clear()
         self._steps.clear()
-        self._reads_once, self._kept = False, None
+        self._sizes.clear()
+        self._is_alike, self._settled_size.value = False, 0
 
     def begin_step(self, kind: tuple[Any, ...]) -> None:
         """The first steps of a kind are measured whole: each of their callbacks. Another step has
         no peak, because a part of it is not measured."""
         times = self._steps.get(kind, 0)
+        self._kind, self._is_measuring = kind, False
         self._is_measuring_step = times < _MEASUREMENTS
-        self._reads_once = times >= _ALIKE_STEPS
-        if not (self._reads_once and self._was_asked):
-            self._kept = None
-        self._was_asked, self._most = False, 0
-        if not self._reads_once:
+        self._is_alike = times >= _ALIKE_STEPS
+        self._settled_size.value = self._sizes.get(kind, 0) if self._is_alike else 0
+        if not self._is_alike:
             self._steps[kind] = times + 1
+        elif not self._was_asked:
+            self._settle(self._statistics())
+        self._was_asked, self._most = False, 0
+
+    def _settle(self, statistics: dict[Any, Any]) -> None:
+        """What C takes from now on, unless an allocation has failed, or nearly, of which it is to
+        be told."""
+        failed = statistics["num_ooms"], statistics["num_alloc_retries"]
+        if failed != (self.ooms_at_begin, self._retries_at_begin):
+            self._settled_size.value = 0
+            return
+        self.live_at_begin = statistics["allocated_bytes"]["all"]["current"]
+        self._settled.live_bytes = self.live_at_begin
+        self._settled.reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
 
     def _statistics(self) -> dict[Any, Any]:
         statistics: dict[Any, Any] = memory_stats(self._device.index)
@@ -119,6 +141,8 @@ class NativeMeter:
     def _begin(self, phase: int, size: int, _user: Any) -> None:
         self.asked_bytes, self.has_failed = 0, False
         self.live_at_begin = -1
+        if size > self._sizes.get(self._kind, 0):
+            self._sizes[self._kind] = size
         times = self._measured.get((phase, size), 0)
         self._is_measuring = self._is_measuring_step or times < _MEASUREMENTS
         if self._is_measuring:
@@ -126,33 +150,26 @@ class NativeMeter:
             reset_peak_memory_stats(self._device.index)
 
     def _read(self, out: Any, _user: Any) -> int:
-        statistics = self._kept
-        if statistics is None or self._is_measuring:
-            statistics = self._statistics()
-            self._kept = statistics if self._reads_once and not self._is_measuring else None
-            self._fill(statistics, self._is_measuring)
+        statistics, reading = self._statistics(), out[0]
+        allocated = statistics["allocated_bytes"]["all"]
+        reserved = statistics["reserved_bytes"]["all"]
         ooms, retries = statistics["num_ooms"], statistics["num_alloc_retries"]
-        out[0] = self._reading
+        reading.live_bytes, reading.reserved_bytes = allocated["current"], reserved["current"]
+        if self._is_measuring:
+            reading.peak_bytes = allocated["peak"]
+            reading.reserved_peak_bytes = reserved["peak"]
         if self.live_at_begin < 0:  # C reads the figures at once
-            self.live_at_begin, self.ooms_at_begin = self._reading.live_bytes, ooms
-            if not self._reads_once:  # else those of a step are counted in the next one
+            self.live_at_begin, self.ooms_at_begin = allocated["current"], ooms
+            if not self._is_alike:  # else those of the last step are counted in this one
                 self._retries_at_begin = retries
             return 0
+        self._is_measuring = False
         if not self.has_failed:
             self.swallowed += max(0, ooms - self.ooms_at_begin)
-            self.ooms_at_begin = ooms
-        if retries != self._retries_at_begin or self.asked_bytes:
-            out[0].retries, out[0].asked_bytes = retries - self._retries_at_begin, self.asked_bytes
-            self._retries_at_begin = retries
+        self.ooms_at_begin = ooms
+        reading.retries, reading.asked_bytes = retries - self._retries_at_begin, self.asked_bytes
+        self._retries_at_begin = retries
         return 0
-
-    def _fill(self, statistics: dict[Any, Any], has_peak: bool) -> None:
-        """What C is to read."""
-        allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]
-        reading, reserved = self._reading, reserved["all"]
-        reading.live_bytes, reading.reserved_bytes = allocated["current"], reserved["current"]
-        reading.peak_bytes = allocated["peak"] if has_peak else 0
-        reading.reserved_peak_bytes = reserved["peak"] if has_peak else 0
 
     def _outside(self, _user: Any) -> int:
         """0 where the limit of this process comes first."""
@@ -177,15 +194,15 @@ class NativeMeter:
         return int(max(0, most - allocated - self.promised_bytes))
 
     def _available(self, out: Any, _user: Any) -> int:
-        """A step that reads once asks the device once too: PyTorch's figures change with each
+        """A step like those before it asks the device once: PyTorch's figures change with each
         micro-batch, and the device's with other processes."""
         statistics = self._statistics()
-        if not (self._reads_once and self._most):
+        if not (self._is_alike and self._most):
             self._most = self._most_bytes(statistics)
         out[0] = self._left(statistics, self._most)
-        if self._reads_once:
-            self._kept, self._was_asked = statistics, True
-            self._fill(statistics, has_peak=False)
+        if self._settled_size.value:
+            self._was_asked = True
+            self._settle(statistics)
         return 0
 
     def _release(self, _user: Any) -> int:
