@@ -14,7 +14,7 @@
 static void set_bound_in_turn(void *user);
 
 static struct {
-    rebatch_pool *pool; /* NULL: there is no socket */
+    _Atomic(rebatch_pool *) pool; /* NULL: there is no socket */
     struct rbi_socket socket;
     char command[128];
 
@@ -63,14 +63,16 @@ static void set_bound(uint64_t bytes)
     (void)rebatch_pool_give(yield.pool, (size_t)bytes, NULL);
 }
 
-/* Never less than what a step needs, so that what is asked ends no training. */
+/* Never less than what a step needs, so that what is asked ends no training; and never more than
+ * was asked before. */
 static void set_bound_in_turn(void *user)
 {
     (void)user;
     (void)pthread_mutex_lock(&yield.lock);
     if (yield.rb)
         yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
-    set_bound(rbi_max(yield.needs, yield.target));
+    const uint64_t before = yield.bound ? yield.bound : UINT64_MAX;
+    set_bound(rbi_max(yield.needs, rbi_min(before, yield.target)));
     yield.is_posted = false;
     yield.turned_ns = rbi_now_ns();
     (void)pthread_mutex_unlock(&yield.lock);
@@ -199,8 +201,9 @@ static void say_given(void)
     end_with_held(client, &t);
 }
 
-/* A process that has trained may train on: before it takes memory again it is bounded. One that has
- * not gives what is cached, and nothing bounds it: there is no step that could become smaller. */
+/* Between steps what is cached goes back at once; in one, whose micro-batch would miss it, before
+ * the next. A process that has trained may train on, and is bounded before it takes memory again.
+ * Nothing bounds one that has not: there is no step that could become smaller. */
 static void give(struct rbi_client *client, const char *size)
 {
     size_t bytes;
@@ -216,7 +219,7 @@ static void give(struct rbi_client *client, const char *size)
     yield.held_before = held;
     yield.target = is_target ? bytes : held - rbi_min(held, bytes);
     const uint64_t excess = held - rbi_min(held, yield.target);
-    if (excess)
+    if (excess && !yield.runs && rbi_pool_may_wait(yield.pool))
         (void)rebatch_pool_trim(yield.pool, (size_t)(cached - rbi_min(cached, excess)), NULL);
     if (yield.turned_ns && !yield.is_posted)
         yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);

@@ -59,7 +59,7 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
 /* ---- events ---- */
 
 /* False while a graph is captured: a wait, an event and a query would end that. */
-static bool may_wait(const rebatch_pool *pool)
+bool rbi_pool_may_wait(const rebatch_pool *pool)
 {
     return !pool->may_wait || pool->may_wait(pool->may_wait_user);
 }
@@ -128,7 +128,7 @@ static void record_when_due(rebatch_pool *pool)
     struct rbi_pool_progress *const progress = &pool->progress;
     progress->due = progress->frees + progress->gap;
     progress->gap = rbi_min(2 * progress->gap, RBI_EVENT_MOST_GAP);
-    if (!may_wait(pool))
+    if (!rbi_pool_may_wait(pool))
         return;
     if (progress->count == RBI_PROGRESS_EVENTS)
         (void)ask(pool); /* an error comes again where memory is searched */
@@ -183,7 +183,7 @@ static void finish_pending(rebatch_pool *pool)
 rebatch_status rbi_pool_poll(rebatch_pool *pool)
 {
     const rebatch_status status =
-        pool->progress.count != 0 && may_wait(pool) ? ask(pool) : REBATCH_OK;
+        pool->progress.count != 0 && rbi_pool_may_wait(pool) ? ask(pool) : REBATCH_OK;
     finish_pending(pool);
     return status;
 }
@@ -191,7 +191,7 @@ rebatch_status rbi_pool_poll(rebatch_pool *pool)
 rebatch_status rbi_pool_poll_beyond(rebatch_pool *pool, bool asks)
 {
     struct rbi_pool_progress *const progress = &pool->progress;
-    if (progress->count != 0 || progress->done == progress->frees || !may_wait(pool))
+    if (progress->count != 0 || progress->done == progress->frees || !rbi_pool_may_wait(pool))
         return REBATCH_OK;
     record(pool);
     return asks ? rbi_pool_poll(pool) : REBATCH_OK;
@@ -202,7 +202,7 @@ rebatch_status rbi_pool_await(rebatch_pool *pool, uint64_t until)
     struct rbi_pool_progress *const progress = &pool->progress;
     if (progress->done >= until)
         return REBATCH_OK;
-    if (!may_wait(pool))
+    if (!rbi_pool_may_wait(pool))
         return REBATCH_OOM;
     for (uint32_t i = 0; i < progress->count; i++) {
         const uint64_t point = progress->events[place(progress, i)].point;

@@ -1,0 +1,141 @@
+"""GPT-2 124M in PyTorch that others ask for memory. Prints one JSON object a scenario.
+
+    python3 bench/yield.py half     # asked for half of what it holds, and woken
+    python3 bench/yield.py three    # three trainings on one card, the third comes and goes
+
+`half` has the milliseconds until the memory is free, the updates lost, and tokens a second with the
+bound / those of a training whose limit is that from its start. `three` has tokens a second of all /
+those of one alone, of two, of three and of two again. Needs the package rebatch and a GPU."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import rebatch
+
+COMMAND = str(pathlib.Path(rebatch.__file__).parent / "rebatch")
+
+
+def train(size, folder, limit):
+    """Until it is ended. A line of `steps` has the time, whether all samples counted, tokens."""
+    import rebatch.torch as rebatch_torch
+    from pytorch import Training
+
+    options = dict(growth=True, grow_after=2, micro_start=0, log_level="quiet")
+    training = Training("install+Step", size, limit=limit, **options)
+    rebatch_torch.yield_to(folder / "socket")
+    batch, tokens = training.batch(), size["batch"] * size["model"][2]
+    with open(folder / "steps", "w") as steps:
+        for number in range(1 << 30):
+            training.run(batch)
+            report = training.step.report
+            is_whole = report.samples == size["batch"] and report.step == number
+            print(time.time(), int(is_whole), tokens, file=steps, flush=True)
+
+
+class Child:
+    """A training in a process of its own, which has begun."""
+
+    def __init__(self, arguments, limit=0):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="rebatch-bench-"))
+        command = [sys.executable, __file__, "train", "--folder", self.folder, "--limit", limit]
+        command += ["--small"] * arguments.small
+        self.process = subprocess.Popen([str(word) for word in command])
+        while len(self.steps()) < 4 and self.process.poll() is None:
+            time.sleep(0.1)
+
+    def steps(self):
+        path = self.folder / "steps"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [tuple(map(float, line.split())) for line in lines]
+
+    def ask(self, request):
+        command = [COMMAND, "ask", str(self.folder / "socket"), *request.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stdout.strip() or done.stderr.strip()
+
+    def held(self):
+        return json.loads(self.ask("status"))["held_bytes"]
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def speed(children, seconds):
+    """Tokens a second of all, from now on."""
+    began = time.time()
+    time.sleep(seconds)
+    steps = [step for child in children for step in child.steps()]
+    return sum(tokens for when, _, tokens in steps if when > began) / (time.time() - began)
+
+
+def half(arguments):
+    child = Child(arguments)
+    held = child.held()
+    began = time.perf_counter()
+    answer = child.ask(f"give {held // 2}")
+    ms = (time.perf_counter() - began) * 1e3
+    bound = child.held()
+    asked = speed([child], arguments.seconds)
+    woken = child.ask("wake")
+    time.sleep(arguments.seconds)
+    after = child.held()
+    steps = child.steps()
+    child.end()
+    chosen = Child(arguments, limit=bound)
+    by_choice = speed([chosen], arguments.seconds)
+    chosen.end()
+    return dict(
+        held_bytes=held, bound_bytes=bound, woken_bytes=after, ms=round(ms, 1),
+        lost=sum(not is_whole for _, is_whole, _ in steps), steps=len(steps),
+        tokens_per_second=round(asked), part_of_choice=round(asked / by_choice, 3),
+        answers=[answer, woken],
+    )  # fmt: skip
+
+
+def three(arguments):
+    children = [Child(arguments)]
+    alone = speed(children, arguments.seconds)
+    held = children[0].held()
+    answers = [children[0].ask(f"give to {held // 2}")]
+    children.append(Child(arguments, limit=held // 2))
+    parts = [speed(children, arguments.seconds)]
+    answers += [child.ask(f"give to {held // 3}") for child in children]
+    third = Child(arguments, limit=held // 3)
+    parts.append(speed([*children, third], arguments.seconds))
+    third.end()
+    answers += [child.ask("wake") for child in children]
+    answers += [children[0].ask(f"give to {held // 2}")]
+    parts.append(speed(children, arguments.seconds))
+    ended = [child.process.poll() for child in children]
+    lost = sum(not is_whole for child in children for _, is_whole, _ in child.steps())
+    for child in children:
+        child.end()
+    parts = [round(part / alone, 3) for part in parts]
+    return dict(parts=parts, lost=lost, ended=ended, answers=answers)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenario", choices=["half", "three", "train"])
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
+    parser.add_argument("--seconds", type=float, default=20, help="of each measurement")
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    size = dict(model=(768, 12, 1024, 50304), batch=64)
+    if arguments.small:
+        size = dict(model=(128, 2, 64, 512), batch=32)
+    if arguments.scenario == "train":
+        train(size, arguments.folder, arguments.limit)
+    result = {"half": half, "three": three}[arguments.scenario](arguments)
+    print(json.dumps({"scenario": arguments.scenario, **result}))
+
+
+if __name__ == "__main__":
+    main()
