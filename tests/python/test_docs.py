@@ -1,5 +1,5 @@
 """The blocks of the pages run, in order: those of each page of PyTorch after those of
-docs/pytorch.md, and those of docs/coming-from.md alone."""
+docs/pytorch.md, those of docs/coming-from.md alone, and the program of README.md."""
 
 import importlib.util
 import pathlib
@@ -47,6 +47,14 @@ def test_every_block_of_the_pages_of_pytorch_runs(page, tmp_path, monkeypatch):
 def test_every_block_of_coming_from_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_blocks("coming-from.md", {}) >= 4
+
+
+def test_the_program_of_the_readme_learns_and_prints_its_line(capfd):
+    names = {}
+    assert run_blocks("../README.md", names) == 1
+    assert names["right"] / len(names["valid"]) > 0.6
+    said = (DOCS / "../README.md").read_text().split("prints one line")[1].split("```")[1].strip()
+    assert re.sub("took .*", "took", said) in re.sub("took .*", "took", capfd.readouterr().err)
 
 
 def test_every_option_of_the_page_is_one():
