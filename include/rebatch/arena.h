@@ -85,7 +85,7 @@ REBATCH_API_CHECKED rebatch_status rebatch_arena_alloc(void **out, rebatch_arena
  *  such pages when the device's work up to here is done and other memory does not suffice, and
  *  gives them back to the device in a trim and for a lower limit. Thread-safe.
  *  @param arena  the arena; nothing happens if it is lent
- *  @return REBATCH_OK, REBATCH_E_INVALID */
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE for a shared one (sharing.h) */
 REBATCH_API rebatch_status rebatch_arena_lend(rebatch_arena *arena);
 
 /** Claim an arena: all its addresses have memory from here on, until it is lent. What was free has

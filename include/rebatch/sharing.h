@@ -17,6 +17,7 @@
 #ifndef REBATCH_SHARING_H
 #define REBATCH_SHARING_H
 
+#include "rebatch/arena.h"
 #include "rebatch/pool.h"
 
 /** Options of a sleep. Zero means default. */
@@ -44,6 +45,13 @@ typedef struct rebatch_sleep_report {
     uint64_t held_bytes;     /**< still held of the device */
     uint64_t kept_bytes;     /**< of them, in blocks of `keep`; the rest shares pages with them */
 } rebatch_sleep_report;
+
+/** A piece of memory that another process can map. */
+typedef struct rebatch_export_piece {
+    size_t offset; /**< where it lies, from the beginning of the export */
+    size_t bytes;  /**< whole pages of the device */
+    int fd;        /**< the memory, as a file descriptor that is closed on exec */
+} rebatch_export_piece;
 
 #ifdef __cplusplus
 extern "C" {
@@ -129,6 +137,56 @@ REBATCH_API rebatch_status rebatch_ask(char *answer, size_t size, const char *pa
  *  @param as_json    false: a table
  *  @return length of the whole text without the terminating zero, as snprintf() returns */
 REBATCH_API size_t rebatch_top_format(char *text, size_t size, bool as_json);
+
+/* ---- memory for another process ---- */
+
+/** Create an arena whose memory other processes can map. Its pages are created for it alone, in
+ *  pieces of at least an eighth of what it holds: no page has a block of anybody else. It is used
+ *  like any other arena, without a graph too, but never lent: its pages stay where they are, also
+ *  in a sleep, after a trim and under a lower limit. Tries first whether the driver exports a page.
+ *  Thread-safe.
+ *  @param[out] out  owned by the caller, release with rebatch_arena_destroy() after the readers'
+ *                   end; NULL on failure
+ *  @param pool      borrowed; must outlive the arena
+ *  @return as rebatch_arena_create(); REBATCH_E_UNSUPPORTED also where device or driver give no
+ *          file descriptors for memory, as in some containers */
+REBATCH_API rebatch_status rebatch_arena_create_shared(rebatch_arena **out, rebatch_pool *pool);
+
+/** Export the memory of a shared arena. A block at address p lies at `p - *begin` of it. What
+ *  the arena takes from the device later is in the next export. A reader sees what is written from
+ *  then on without a call of this library: both processes agree when to write and when to read.
+ *  Thread-safe.
+ *  @param[out] begin   the first address; NULL on failure
+ *  @param[out] pieces  in order of their offsets; the caller closes each `fd`, at once if it likes:
+ *                      the memory does not depend on it. May be NULL if room is 0
+ *  @param room         how many fit
+ *  @param[out] count   how many there are, also when they do not fit; 0 on any other failure
+ *  @param arena        of rebatch_arena_create_shared()
+ *  @return REBATCH_OK; REBATCH_E_INVALID, also where they do not fit; REBATCH_E_STATE for another
+ *          arena; REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE. On failure no descriptor is open */
+REBATCH_API rebatch_status rebatch_arena_export(const void **begin, rebatch_export_piece *pieces,
+                                                size_t room, size_t *count, rebatch_arena *arena);
+
+/** Map what another process has exported, at addresses of this one. The memory exists until both
+ *  have let go of it, also when the other process ends. It does not count as used by this device.
+ *  Thread-safe.
+ *  @param[out] out  the first address; NULL on failure
+ *  @param device    borrowed; the GPU that the memory lies on, or a host device for a host device's
+ *  @param pieces    as rebatch_arena_export() gave them, with descriptors of this process. The
+ *                   caller closes them at any time after the call
+ *  @param count     how many, at least one
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_OOM, REBATCH_E_DEVICE */
+REBATCH_API rebatch_status rebatch_export_map(void **out, rebatch_device *device,
+                                              const rebatch_export_piece *pieces, size_t count);
+
+/** Unmap it, after this process's work on it.
+ *  @param device   of rebatch_export_map()
+ *  @param address  what it gave; NULL is allowed
+ *  @param pieces   the same, whose descriptors are not used
+ *  @param count    the same
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE */
+REBATCH_API rebatch_status rebatch_export_unmap(rebatch_device *device, void *address,
+                                                const rebatch_export_piece *pieces, size_t count);
 
 #ifdef __cplusplus
 }

@@ -45,6 +45,7 @@ static const struct code cuda_codes[] = {
     {714, 719, MEANS_LOST, "a kernel failed"},
     {720, 720, MEANS_INVALID, "a cooperative launch is too large"},
     {721, 721, MEANS_LOST, "tensor memory leaked"},
+    {800, 800, MEANS_UNSUPPORTED, "not permitted"},
     {801, 801, MEANS_UNSUPPORTED, "not supported"},
     {803, 804, MEANS_NO_DEVICE, "driver and runtime do not fit"},
     {808, 809, MEANS_OOM_IF_FULL, "too many clients or connections of MPS"},

@@ -13,6 +13,7 @@
 enum {
     ATTRIBUTE_INTEGRATED = 18,
     ATTRIBUTE_VIRTUAL_MEMORY = 102,
+    ATTRIBUTE_FILE_DESCRIPTORS = 103,
     ATTRIBUTE_HOST_NODE = 134,
     ATTRIBUTE_HOST_VIRTUAL_MEMORY = 141,
     CODE_INVALID_VALUE = 1,
@@ -25,6 +26,7 @@ enum {
     LOCATION_DEVICE = 1,
     LOCATION_HOST_NODE = 3,
     KIND_PINNED = 1,
+    HANDLE_FILE_DESCRIPTOR = 1,
     ACCESS_READ_WRITE = 3,
     GRANULARITY_MINIMUM = 0
 };
@@ -253,19 +255,41 @@ static rebatch_status cuda_unreserve(void *self, void *address, size_t bytes)
     CALL(unreserve((uintptr_t)address, bytes));
 }
 
-static rebatch_status create(void *self, unsigned long long *out, size_t bytes)
+static rebatch_status create(void *self, unsigned long long *out, size_t bytes, int handle_types)
 {
-    CALL(create(out, bytes, &cuda->kind, 0));
+    struct cu_memory_kind kind = ((struct cuda *)self)->kind;
+    kind.handle_types = handle_types;
+    CALL(create(out, bytes, &kind, 0));
 }
 
-static rebatch_status cuda_create(void *self, rbi_physical *out, size_t bytes)
+static rebatch_status create_with(void *self, rbi_physical *out, size_t bytes, int handle_types)
 {
     unsigned long long physical = 0;
     rebatch_status status = check_room(self, bytes);
     if (!status)
-        status = create(self, &physical, bytes);
+        status = create(self, &physical, bytes, handle_types);
     *out = physical;
     return count(self, status, bytes, 0);
+}
+
+static rebatch_status cuda_create(void *self, rbi_physical *out, size_t bytes)
+{
+    return create_with(self, out, bytes, 0);
+}
+
+static rebatch_status cuda_create_shared(void *self, rbi_physical *out, size_t bytes)
+{
+    return create_with(self, out, bytes, HANDLE_FILE_DESCRIPTOR);
+}
+
+static rebatch_status cuda_export(void *self, int *fd, rbi_physical physical)
+{
+    CALL(export_handle(fd, physical, HANDLE_FILE_DESCRIPTOR, 0));
+}
+
+static rebatch_status import(void *self, unsigned long long *out, int fd)
+{
+    CALL(import_handle(out, (void *)(uintptr_t)fd, HANDLE_FILE_DESCRIPTOR));
 }
 
 static rebatch_status release(void *self, rbi_physical physical)
@@ -310,6 +334,18 @@ static rebatch_status cuda_release_host(void *self, rbi_physical physical, size_
 static rebatch_status cuda_map(void *self, void *address, size_t bytes, rbi_physical physical)
 {
     CALL(map((uintptr_t)address, bytes, 0, physical, 0));
+}
+
+/* What is mapped stays, without its handle. */
+static rebatch_status cuda_map_export(void *self, void *address, size_t bytes, int fd)
+{
+    unsigned long long physical = 0;
+    rebatch_status status = import(self, &physical, fd);
+    if (status)
+        return status;
+    status = cuda_map(self, address, bytes, physical);
+    (void)release(self, physical);
+    return status;
 }
 
 static rebatch_status cuda_set_access(void *self, void *address, size_t bytes)
@@ -553,6 +589,9 @@ static const struct rbi_device_ops cuda_ops = {
     .map = cuda_map,
     .set_access = cuda_set_access,
     .unmap = cuda_unmap,
+    .create_shared = cuda_create_shared,
+    .export_physical = cuda_export,
+    .map_export = cuda_map_export,
     .host_room = cuda_host_room,
     .create_host = cuda_create_host,
     .release_host = cuda_release_host,
@@ -600,6 +639,9 @@ static void find_page(struct cuda *cuda)
     }
     if (!cuda->ops.reserve || !finds_host_memory(cuda))
         cuda->ops.create_host = NULL;
+    if (!cuda->ops.reserve || !cuda->driver->export_handle || !cuda->driver->import_handle ||
+        !attribute_of(cuda, ATTRIBUTE_FILE_DESCRIPTORS))
+        cuda->ops.create_shared = NULL;
 }
 
 static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o, char *name,

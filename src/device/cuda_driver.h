@@ -84,9 +84,13 @@ struct cu_access {
       (cu_pointer address, size_t bytes, const struct cu_access *access, size_t count))            \
     X(unmap, cuMemUnmap, (cu_pointer address, size_t bytes))
 
-/* What a driver may lack: CUDA 12.5 and later have the first, CUDA 11.4 the others. */
+/* What a driver may lack: CUDA 12.5 and later have the first, CUDA 11.4 all others. */
 #define RBI_CUDA_OPTIONAL_CALLS(X)                                                                 \
     X(context_record, cuCtxRecordEvent, (cu_context context, cu_event event))                      \
+    X(export_handle, cuMemExportToShareableHandle,                                                 \
+      (int *fd, unsigned long long physical, int type, unsigned long long flags))                  \
+    X(import_handle, cuMemImportFromShareableHandle,                                               \
+      (unsigned long long *physical, void *fd, int type))                                          \
     X(begin_capture, cuStreamBeginCapture_v2, (cu_stream stream, int mode))                        \
     X(end_capture, cuStreamEndCapture, (cu_stream stream, cu_graph * out))                         \
     X(graph_instantiate, cuGraphInstantiateWithFlags,                                              \

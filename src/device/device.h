@@ -90,6 +90,12 @@ struct rbi_device_ops {
     size_t (*host_room)(void *self);
     rebatch_status (*create_host)(void *self, rbi_physical *out, size_t bytes);
     rebatch_status (*release_host)(void *self, rbi_physical physical, size_t bytes);
+    /* Memory for other processes: create as above; a descriptor of it, which the caller closes; and
+     * to map memory by another process's descriptor, as map does, which does not count as used. All
+     * or none. */
+    rebatch_status (*create_shared)(void *self, rbi_physical *out, size_t bytes);
+    rebatch_status (*export_physical)(void *self, int *fd, rbi_physical physical);
+    rebatch_status (*map_export)(void *self, void *address, size_t bytes, int fd);
     /* What these calls would take; NULL: they take what they take. */
     const struct rbi_device_prices *prices;
 };
@@ -148,6 +154,11 @@ bool rbi_device_has_overflow(const rebatch_device *device);
 size_t rbi_device_host_room(const rebatch_device *device);
 rebatch_status rbi_device_create_host(rebatch_device *device, rbi_physical *out, size_t bytes);
 rebatch_status rbi_device_release_host(rebatch_device *device, rbi_physical physical, size_t bytes);
+/* REBATCH_E_UNSUPPORTED with its text where the device has no memory for other processes. */
+rebatch_status rbi_device_check_shared(const rebatch_device *device);
+rebatch_status rbi_device_create_shared(rebatch_device *device, rbi_physical *out, size_t bytes);
+/* The descriptor is closed on exec. */
+rebatch_status rbi_device_export(rebatch_device *device, int *fd, rbi_physical physical);
 rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t bytes,
                               rbi_physical physical);
 rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size_t bytes);

@@ -225,6 +225,17 @@ static rebatch_status host_unmap(void *self, void *address, size_t bytes)
     return rbi_host_unmap(address, bytes);
 }
 
+static rebatch_status host_export(void *self, int *fd, rbi_physical physical)
+{
+    return rbi_host_file_export(&((struct host *)self)->file, fd, physical);
+}
+
+static rebatch_status host_map_export(void *self, void *address, size_t bytes, int fd)
+{
+    (void)self;
+    return rbi_host_map_export(address, bytes, fd);
+}
+
 /* ---- memory that does not count ---- */
 
 static rebatch_status host_pinned_alloc(void *self, void **out, size_t bytes)
@@ -461,6 +472,9 @@ static const struct rbi_device_ops host_ops = {
     .set_access = host_set_access,
     .unmap = host_unmap,
     .host_room = host_host_room,
+    .create_shared = host_create,
+    .export_physical = host_export,
+    .map_export = host_map_export,
     .create_host = host_create_host,
     .release_host = host_release_host,
 };

@@ -4,8 +4,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* ---- physical memory ---- */
@@ -79,6 +81,39 @@ rebatch_status rbi_host_map(const struct rbi_host_file *file, void *address, siz
     rbi_assert(file->descriptor >= 0 && physical > 0 && physical + bytes <= file->end);
     if (mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->descriptor,
              (off_t)physical) != address)
+        return rbi_error(REBATCH_OOM, "the machine could not map %zu bytes: %s", bytes,
+                         strerror(errno));
+    return REBATCH_OK;
+}
+
+/* Positions go with a descriptor to another process. */
+rebatch_status rbi_host_file_export(const struct rbi_host_file *file, int *fd,
+                                    rbi_physical physical)
+{
+    char path[32];
+    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", file->descriptor);
+    *fd = open(path, O_RDWR | O_CLOEXEC);
+    if (*fd >= 0 && lseek(*fd, (off_t)physical, SEEK_SET) == (off_t)physical)
+        return REBATCH_OK;
+    const rebatch_status status =
+        rbi_error(REBATCH_E_UNSUPPORTED, "the machine gives no descriptor of its memory file: %s",
+                  strerror(errno));
+    if (*fd >= 0)
+        (void)close(*fd);
+    *fd = -1;
+    return status;
+}
+
+rebatch_status rbi_host_map_export(void *address, size_t bytes, int fd)
+{
+    struct stat file;
+    const off_t at = lseek(fd, 0, SEEK_CUR);
+    if (at < 0 || fstat(fd, &file) != 0 || file.st_size - at < (off_t)bytes)
+        return rbi_error(REBATCH_E_INVALID,
+                         "fd is %d: expected one of %zu bytes that a host device "
+                         "has exported",
+                         fd, bytes);
+    if (mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, at) != address)
         return rbi_error(REBATCH_OOM, "the machine could not map %zu bytes: %s", bytes,
                          strerror(errno));
     return REBATCH_OK;

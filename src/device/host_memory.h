@@ -19,6 +19,11 @@ void rbi_host_file_close(struct rbi_host_file *file);
 
 rebatch_status rbi_host_reserve(void **out, size_t bytes);
 rebatch_status rbi_host_unreserve(void *address, size_t bytes);
+/* A descriptor of the file whose position is where the physical memory lies; and such a one of
+ * another process, mapped. */
+rebatch_status rbi_host_file_export(const struct rbi_host_file *file, int *fd,
+                                    rbi_physical physical);
+rebatch_status rbi_host_map_export(void *address, size_t bytes, int fd);
 rebatch_status rbi_host_map(const struct rbi_host_file *file, void *address, size_t bytes,
                             rbi_physical physical);
 rebatch_status rbi_host_set_access(void *address, size_t bytes);

@@ -16,8 +16,8 @@ static rebatch_status map_front(struct rbi_block **out, rebatch_arena *arena,
 {
     rebatch_pool *const pool = arena->pool;
     bool quarantined;
-    const rebatch_status status =
-        rbi_map_fill(&pool->vm, arena->range->map, bare->address, bytes, &quarantined);
+    const rebatch_status status = (arena->range->is_shared ? rbi_map_fill_shared : rbi_map_fill)(
+        &pool->vm, arena->range->map, bare->address, bytes, &quarantined);
     if (status != REBATCH_OK && !quarantined)
         return status;
     if (bytes < bare->bytes)
@@ -34,8 +34,26 @@ static rebatch_status map_front(struct rbi_block **out, rebatch_arena *arena,
     return REBATCH_OK;
 }
 
+/* Room on the device for new chunks: what is cached makes it. */
+static rebatch_status make_room(rebatch_pool *pool, size_t bytes)
+{
+    size_t room, released;
+    rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    const size_t cached = (size_t)rbi_pool_cached(pool);
+    if (status != REBATCH_OK || bytes <= room)
+        return status;
+    if (bytes - room > cached - rbi_min(cached, pool->promised_bytes))
+        return REBATCH_OOM;
+    status = rbi_pool_trim_cache(pool, cached - (bytes - room), NULL, &released);
+    if (status == REBATCH_OK)
+        status = rbi_pool_room(&room, pool, NULL);
+    return status == REBATCH_OK && bytes > room ? REBATCH_OOM : status;
+}
+
 static rebatch_status gather(rebatch_pool *pool, const struct rbi_request *request, size_t bytes)
 {
+    if (request->arena->range->is_shared)
+        return make_room(pool, bytes);
     struct rbi_mapping mapping = {.bytes = bytes, .stream = request->stream};
     return rbi_mapping_gather(pool, &mapping, bytes / pool->page_bytes);
 }
@@ -66,6 +84,23 @@ static rebatch_status map_taken(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
+/* Few large pieces are exported rather than many small ones, where there is room. */
+#define SHARED_PARTS 8
+#define SHARED_LEAST_PAGES 16
+
+static size_t grow_ahead(rebatch_pool *pool, const rebatch_arena *arena, size_t bytes)
+{
+    size_t room;
+    const size_t held = (size_t)(arena->tail->address - arena->range->address);
+    const size_t part = held / SHARED_PARTS & ~(pool->page_bytes - 1);
+    const size_t most = rbi_min(rbi_max(part, SHARED_LEAST_PAGES * pool->page_bytes),
+                                pool->page_bytes << (RBI_CHUNK_SIZES - 1));
+    if (!arena->range->is_shared || most <= bytes || most > arena->tail->bytes ||
+        rbi_pool_room(&room, pool, NULL) != REBATCH_OK || most > room)
+        return bytes;
+    return most;
+}
+
 /* A free block at the end of what is mapped is a part of what is asked for. */
 static rebatch_status take_or_grow(struct rbi_block **out, rebatch_pool *pool,
                                    const struct rbi_request *request)
@@ -81,6 +116,7 @@ static rebatch_status take_or_grow(struct rbi_block **out, rebatch_pool *pool,
         if (!rbi_round_up(request->bytes - there, pool->page_bytes, &bytes) || !arena->tail ||
             bytes > arena->tail->bytes)
             return REBATCH_OOM;
+        bytes = grow_ahead(pool, arena, bytes);
         rebatch_status status = gather(pool, request, bytes);
         if (status == REBATCH_OK)
             status = map_front(&block, arena, arena->tail, bytes);

@@ -32,9 +32,11 @@ static rebatch_status find_range(struct rbi_range **out, rebatch_pool *pool)
     return status;
 }
 
-static rebatch_status create_locked(rebatch_arena *arena, rebatch_pool *pool)
+static rebatch_status create_locked(rebatch_arena *arena, rebatch_pool *pool, bool is_shared)
 {
-    const rebatch_status status = find_range(&arena->range, pool);
+    rebatch_status status = is_shared ? rbi_vm_try_export(&pool->vm) : REBATCH_OK;
+    if (status == REBATCH_OK)
+        status = find_range(&arena->range, pool);
     if (status != REBATCH_OK)
         return status;
     arena->pool = pool;
@@ -42,12 +44,13 @@ static rebatch_status create_locked(rebatch_arena *arena, rebatch_pool *pool)
     rbi_lists_remove(arena->tail);
     arena->tail->state = RBI_BLOCK_HELD;
     arena->range->is_arena = arena->range->is_kept = true;
+    arena->range->is_shared = is_shared;
     arena->next = pool->first_arena;
     pool->first_arena = arena;
     return REBATCH_OK;
 }
 
-rebatch_status rebatch_arena_create(rebatch_arena **out, rebatch_pool *pool)
+rebatch_status rbi_arena_create(rebatch_arena **out, rebatch_pool *pool, bool is_shared)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the arena");
@@ -62,13 +65,18 @@ rebatch_status rebatch_arena_create(rebatch_arena **out, rebatch_pool *pool)
     if (!arena)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for an arena");
     rbi_lock_take(&pool->lock);
-    status = create_locked(arena, pool);
+    status = create_locked(arena, pool, is_shared);
     rbi_pool_give_lock(pool);
     if (status == REBATCH_OK)
         *out = arena;
     else
         rbi_heap_free(arena);
     return status;
+}
+
+rebatch_status rebatch_arena_create(rebatch_arena **out, rebatch_pool *pool)
+{
+    return rbi_arena_create(out, pool, false);
 }
 
 /* A block of an arena that is no more becomes one of the pool's. */
@@ -110,7 +118,7 @@ void rebatch_arena_destroy(rebatch_arena *arena)
         at = &(*at)->next;
     *at = arena->next;
     stamp(arena);
-    arena->range->is_arena = arena->range->is_kept = false;
+    arena->range->is_arena = arena->range->is_kept = arena->range->is_shared = false;
     for (struct rbi_block *b = arena->range->first, *next; b; b = next) {
         next = b->after;
         pass_on(pool, b, arena->home ? &arena->home->lists : NULL);
@@ -128,6 +136,9 @@ rebatch_status rebatch_arena_lend(rebatch_arena *arena)
     const rebatch_status status = check(arena);
     if (status != REBATCH_OK)
         return status;
+    if (arena->range->is_shared)
+        return rbi_error(REBATCH_E_STATE, "the arena is shared with other processes: expected one "
+                                          "of rebatch_arena_create()");
     rbi_lock_take(&arena->pool->lock);
     if (arena->range->is_kept)
         stamp(arena);

@@ -532,6 +532,7 @@ static inline bool rbi_block_is_bare(const struct rbi_block *block)
     return block->state == RBI_BLOCK_HELD;
 }
 /* Of those before the tail: what the pool took. */
+rebatch_status rbi_arena_create(rebatch_arena **out, rebatch_pool *pool, bool is_shared);
 size_t rbi_arena_taken_bytes(const rebatch_arena *arena);
 rebatch_status rbi_arena_check_lost(const rebatch_arena *arena);
 

@@ -135,7 +135,8 @@ static rebatch_status add_all(rebatch_pool *pool, const struct fates *fates, siz
 {
     rebatch_status status = REBATCH_OK;
     for (const struct rbi_range *r = pool->heap.first_range; r && !status; r = r->next)
-        status = add_range(pool, fates, r, from);
+        if (!r->is_shared) /* what other processes have */
+            status = add_range(pool, fates, r, from);
     return status;
 }
 

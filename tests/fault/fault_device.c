@@ -233,6 +233,16 @@ static rebatch_status fault_create(void *self, rbi_physical *out, size_t bytes)
     PASS(REBATCH_FAULT_CREATE, rbi_device_create_physical(inner, out, bytes));
 }
 
+static rebatch_status fault_create_shared(void *self, rbi_physical *out, size_t bytes)
+{
+    PASS(REBATCH_FAULT_CREATE, rbi_device_create_shared(inner, out, bytes));
+}
+
+static rebatch_status fault_export(void *self, int *fd, rbi_physical physical)
+{
+    PASS(REBATCH_FAULT_CREATE, rbi_device_export(inner, fd, physical));
+}
+
 static rebatch_status fault_release(void *self, rbi_physical physical, size_t bytes)
 {
     PASS(REBATCH_FAULT_RELEASE, rbi_device_release_physical(inner, physical, bytes));
@@ -313,6 +323,8 @@ static void add_virtual_memory(struct rbi_device_ops *ops, const struct rbi_devi
     ops->map = fault_map;
     ops->set_access = fault_set_access;
     ops->unmap = fault_unmap;
+    ops->create_shared = inner->create_shared ? fault_create_shared : NULL;
+    ops->export_physical = fault_export;
     ops->host_room = fault_host_room;
     ops->create_host = inner->create_host ? fault_create_host : NULL;
     ops->release_host = fault_release_host;

@@ -1,5 +1,7 @@
 /* Holds the pool when the heap or the device fails: at every call, once and for ever, nothing
  * leaks, the pool stays valid, and it works again when memory is there. Seeds: none. */
+#include <unistd.h>
+
 #include "fault/fault_common.h"
 #include "fault/fault_device.h"
 #include "unit/pool_help.h"
@@ -257,6 +259,45 @@ Test(pool_faults, the_device_fails_at_every_call)
     for (size_t s = 0; s < sizeof statuses / sizeof *statuses; s++)
         for (int forever = 0; forever < 2; forever++)
             fail_device(kinds[8], statuses[s], forever, REBATCH_OFF);
+}
+
+/* An arena for other processes while the device fails, as above: what it gives stays valid, and
+ * nothing leaks. */
+Test(pool_faults, the_device_fails_at_every_call_of_an_export)
+{
+    static const uint32_t kinds[] = {REBATCH_FAULT_CREATE, REBATCH_FAULT_MAP, REBATCH_FAULT_ACCESS,
+                                     REBATCH_FAULT_CREATE | REBATCH_FAULT_UNMAP, REBATCH_FAULT_ANY};
+    static const rebatch_status statuses[] = {REBATCH_OOM, REBATCH_E_DEVICE};
+    for (size_t i = 0; i < 2 * sizeof kinds / sizeof *kinds; i++)
+        for (uint64_t nth = 1; nth < 30; nth++) {
+            struct world w;
+            rebatch_arena *arena;
+            const int64_t live = rbi_heap_live();
+            build(&w);
+            w.allowed = statuses[i % 2];
+            create_pool(&w, REBATCH_ON);
+            const rebatch_fault_plan plan = fault_plan(kinds[i / 2], statuses[i % 2], nth, 1);
+            fault_arm(w.fault, &plan);
+            if (rebatch_arena_create_shared(&arena, w.pool) == REBATCH_OK) {
+                void *blocks[3];
+                const void *begin;
+                rebatch_export_piece pieces[4];
+                size_t count;
+                may_fail(rebatch_arena_open(arena, NULL));
+                for (size_t k = 0; k < 3; k++) {
+                    may_fail(rebatch_arena_alloc(&blocks[k], arena, 3 * PAGE, NULL, 0));
+                    assert_valid(w.pool);
+                }
+                if (rebatch_arena_export(&begin, pieces, 4, &count, arena) == REBATCH_OK)
+                    for (size_t k = 0; k < count; k++)
+                        cr_assert_eq(close(pieces[k].fd), 0);
+                for (size_t k = 0; k < 3; k++)
+                    give(w.pool, blocks[k]);
+                rebatch_arena_destroy(arena);
+            }
+            tear_down(&w);
+            cr_assert_eq(rbi_heap_live(), live);
+        }
 }
 
 /* A device that fails by chance, a quarter of all calls, and whose capacity comes and goes. */

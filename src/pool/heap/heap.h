@@ -99,6 +99,7 @@ struct rbi_range {
     uint8_t zone;        /* enum rbi_zone: for which blocks it is */
     bool is_arena;       /* nobody else has blocks at its addresses (graph_arena.c) */
     bool is_kept;        /* nor may its free memory be used elsewhere */
+    bool is_shared;      /* nor moved: other processes may have it (export.c) */
     uint64_t number;     /* of its creation: ties between ranges break by it, as the device's
                             addresses need not be the same in every run */
 };

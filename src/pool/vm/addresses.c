@@ -46,6 +46,11 @@ static size_t chunk_pages(const struct rbi_map *map, size_t index)
     return pages;
 }
 
+rbi_physical rbi_map_chunk(const struct rbi_map *map, const char *at)
+{
+    return goes_on(map, index_of(map, at)) ? 0 : map->chunks[index_of(map, at)];
+}
+
 size_t rbi_map_chunk_pages(const struct rbi_map *map, const char *at)
 {
     return chunk_pages(map, index_of(map, at));
@@ -168,6 +173,15 @@ static rebatch_status map_next(size_t *pages, struct rbi_vm *vm, struct rbi_map 
     return map_chunk(vm, map, at, size);
 }
 
+static rebatch_status map_shared(size_t *pages, struct rbi_vm *vm, struct rbi_map *map, char *at,
+                                 size_t left)
+{
+    unsigned size;
+    const rebatch_status status = rbi_spare_make_shared(vm, left, &size);
+    *pages = (size_t)1 << size;
+    return status ? status : map_chunk(vm, map, at, size);
+}
+
 char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char *to)
 {
     while (at < to) {
@@ -209,18 +223,19 @@ static bool unwind(struct rbi_vm *vm, struct rbi_map *map, char *at, const char 
     return quarantined;
 }
 
-rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
-                            bool *quarantined)
+static rebatch_status fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
+                           rebatch_status (*map_one)(size_t *pages, struct rbi_vm *vm,
+                                                     struct rbi_map *map, char *at, size_t left),
+                           bool *quarantined)
 {
-    rbi_assert(bytes % vm->page_bytes == 0 &&
-               bytes / vm->page_bytes <= vm->spare_pages + rbi_overflow_unmapped_pages(vm));
+    rbi_assert(bytes % vm->page_bytes == 0);
     char *const begin = at;
     const char *const end = at + bytes;
     rebatch_status status = REBATCH_OK;
     size_t pieces = 0;
     for (; at < end; pieces++) {
         size_t pages = 0;
-        status = map_next(&pages, vm, map, at, (size_t)(end - at) >> map->page_shift);
+        status = map_one(&pages, vm, map, at, (size_t)(end - at) >> map->page_shift);
         if (status != REBATCH_OK)
             break;
         at += pages * vm->page_bytes;
@@ -229,6 +244,20 @@ rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, si
         status = rbi_call_set_access(vm, begin, bytes, pieces);
     *quarantined = status != REBATCH_OK && unwind(vm, map, begin, at);
     return status;
+}
+
+rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
+                            bool *quarantined)
+{
+    rbi_assert(bytes / vm->page_bytes <= vm->spare_pages + rbi_overflow_unmapped_pages(vm));
+    return fill(vm, map, at, bytes, map_next, quarantined);
+}
+
+rebatch_status rbi_map_fill_shared(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
+                                   bool *quarantined)
+{
+    vm->allocations++;
+    return fill(vm, map, at, bytes, map_shared, quarantined);
 }
 
 rebatch_status rbi_map_set_access(struct rbi_vm *vm, const struct rbi_map *map)

@@ -19,11 +19,13 @@ static void end(struct rbi_vm *vm, uint64_t *count, uint64_t began, uint64_t pri
 #define PRICE(vm, kind)                                                                            \
     (rbi_device_prices_of((vm)->device) ? rbi_device_prices_of((vm)->device)->kind : 0)
 
-rebatch_status rbi_call_create(struct rbi_vm *vm, rbi_physical *out, size_t bytes, bool of_host)
+rebatch_status rbi_call_create(struct rbi_vm *vm, rbi_physical *out, size_t bytes,
+                               enum rbi_memory kind)
 {
+    static rebatch_status (*const create[])(rebatch_device *, rbi_physical *, size_t) = {
+        rbi_device_create_physical, rbi_device_create_shared, rbi_device_create_host};
     const uint64_t began = begin(vm);
-    const rebatch_status status = of_host ? rbi_device_create_host(vm->device, out, bytes)
-                                          : rbi_device_create_physical(vm->device, out, bytes);
+    const rebatch_status status = create[kind](vm->device, out, bytes);
     end(vm, &vm->calls.creates, began, PRICE(vm, create));
     return status;
 }

@@ -1,5 +1,7 @@
 /* Owns the memory that is held from the device: making chunks, keeping the spare ones, giving them
  * back. Must not know where they are mapped, nor what memory is asked for. */
+#include <unistd.h>
+
 #include "base/base.h"
 #include "pool/tuning.h"
 #include "pool/vm/calls.h"
@@ -138,13 +140,13 @@ size_t rbi_vm_release(struct rbi_vm *vm, size_t keep)
 
 /* ---- making chunks ---- */
 
-static rebatch_status create(struct rbi_vm *vm, unsigned size)
+static rebatch_status create_of(struct rbi_vm *vm, unsigned size, enum rbi_memory kind)
 {
     rbi_physical chunk;
     const size_t bytes = vm->page_bytes << size;
     if (!prepare_spare(&vm->spare[size]))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
-    const rebatch_status status = rbi_call_create(vm, &chunk, bytes, false);
+    const rebatch_status status = rbi_call_create(vm, &chunk, bytes, kind);
     if (status != REBATCH_OK)
         return status;
     rbi_spare_put(vm, chunk, size);
@@ -152,6 +154,11 @@ static rebatch_status create(struct rbi_vm *vm, unsigned size)
     vm->held_pages += (size_t)1 << size;
     rbi_vm_note_taken(vm, bytes);
     return REBATCH_OK;
+}
+
+static rebatch_status create(struct rbi_vm *vm, unsigned size)
+{
+    return create_of(vm, size, RBI_MEMORY_OWN);
 }
 
 rebatch_status rbi_spare_make(struct rbi_vm *vm, unsigned size)
@@ -180,6 +187,29 @@ static size_t chunk_of(size_t pages)
 static size_t least_of(size_t a, size_t b, size_t c)
 {
     return rbi_min(rbi_min(a, b), c);
+}
+
+rebatch_status rbi_spare_make_shared(struct rbi_vm *vm, size_t most, unsigned *size)
+{
+    *size = largest_within(most, RBI_CHUNK_SIZES - 1);
+    rebatch_status status = create_of(vm, *size, RBI_MEMORY_SHARED);
+    while (status == REBATCH_OOM && *size > 0)
+        status = create_of(vm, --*size, RBI_MEMORY_SHARED);
+    return status;
+}
+
+rebatch_status rbi_vm_try_export(struct rbi_vm *vm)
+{
+    unsigned size;
+    int fd;
+    rebatch_status status = rbi_device_check_shared(vm->device);
+    if (status || (status = rbi_spare_make_shared(vm, 1, &size)))
+        return status;
+    status = rbi_device_export(vm->device, &fd, rbi_spare_newest(vm, size));
+    if (!status)
+        (void)close(fd);
+    (void)release(vm, size);
+    return status;
 }
 
 /* A chunk takes the driver about as long as a page, to create, to map and to move. But what a block

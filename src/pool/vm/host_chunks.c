@@ -82,7 +82,7 @@ static rebatch_status make(struct rbi_vm *vm, unsigned size)
     const size_t bytes = vm->page_bytes << size;
     if (!prepare(overflow))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
-    const rebatch_status status = rbi_call_create(vm, &chunk, bytes, true);
+    const rebatch_status status = rbi_call_create(vm, &chunk, bytes, RBI_MEMORY_HOST);
     if (status != REBATCH_OK)
         return status;
     overflow->chunks[overflow->count++] = (struct rbi_host_chunk){NULL, chunk, size};

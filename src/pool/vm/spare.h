@@ -14,6 +14,8 @@ void rbi_spare_drop(struct rbi_vm *vm, unsigned size);
 unsigned rbi_spare_choose(const struct rbi_vm *vm, size_t most);
 /* Makes a chunk of a size; it is spare. */
 rebatch_status rbi_spare_make(struct rbi_vm *vm, unsigned size);
+/* The same, of what other processes can have, and of up to `most` pages; *size is its own. */
+rebatch_status rbi_spare_make_shared(struct rbi_vm *vm, size_t most, unsigned *size);
 void rbi_spare_give_back(struct rbi_vm *vm, unsigned size);
 /* Counts what was taken from the device or the host, or given back. */
 void rbi_vm_note_taken(struct rbi_vm *vm, size_t bytes);

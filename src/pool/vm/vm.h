@@ -136,6 +136,8 @@ rebatch_status rbi_vm_create(struct rbi_vm *vm, size_t count, size_t chunk);
 /* Gives spare pages back until `keep` are left, or fewer where the last chunk is larger, and until
  * floor_pages are held. Returns how many pages it gave back. */
 size_t rbi_vm_release(struct rbi_vm *vm, size_t keep);
+/* Whether the device exports memory: it is tried with a page. */
+rebatch_status rbi_vm_try_export(struct rbi_vm *vm);
 /* Whether a chunk of several pages is mapped. */
 bool rbi_vm_has_large(const struct rbi_vm *vm);
 
@@ -192,6 +194,11 @@ rebatch_status rbi_map_reserve(struct rbi_map **out, struct rbi_vm *vm, size_t b
  * device does not unmap: *quarantined. */
 rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
                             bool *quarantined);
+/* The same with new chunks, which other processes can have. */
+rebatch_status rbi_map_fill_shared(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
+                                   bool *quarantined);
+/* The chunk that begins at `at`; 0: none does. */
+rbi_physical rbi_map_chunk(const struct rbi_map *map, const char *at);
 /* Unmaps from `at` to `to`, where chunks begin and end; they are spare then. Returns where it
  * stopped because the device did not unmap a chunk, or `to`. */
 char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char *to);

@@ -22,14 +22,17 @@ class Arena:
     E_UNSUPPORTED.
     """
 
-    def __init__(self, device: torch.device | int | str | None = None):
+    def __init__(
+        self, device: torch.device | int | str | None = None, *, is_shared: bool = False
+    ) -> None:
         index = get_device_index(device, optional=True)
         install.pool(index)  # or it says what is missing
         torch.cuda.empty_cache()  # so that addresses of an arena that was dropped serve again
         self.id: tuple[int, int] = torch.cuda.graph_pool_handle()
         arena = ctypes.c_void_p()
         self._front = install.front()
-        _library.check(self._front.rebatch_torch_make_arena(ctypes.byref(arena), index, *self.id))
+        make = self._front.rebatch_torch_make_arena
+        _library.check(make(ctypes.byref(arena), index, is_shared, *self.id))
         self._arena: ctypes.c_void_p | None = arena
 
     def lend(self) -> None:

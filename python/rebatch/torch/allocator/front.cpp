@@ -677,15 +677,17 @@ FRONT_API rebatch_status rebatch_torch_pool(rebatch_pool **out, int device)
     return open_pool(out, device);
 }
 
-// Make an arena of a GPU's pool for graphs that are captured with the id of a MempoolId_t.
-FRONT_API rebatch_status rebatch_torch_make_arena(rebatch_arena **out, int device, uint64_t first,
-                                                  uint64_t second)
+// Make an arena of a GPU's pool for graphs that are captured with the id of a MempoolId_t, or a
+// shared one for what is allocated with that id.
+FRONT_API rebatch_status rebatch_torch_make_arena(rebatch_arena **out, int device, bool is_shared,
+                                                  uint64_t first, uint64_t second)
 try {
     *out = nullptr;
     rebatch_pool *pool;
     rebatch_status status = rebatch_torch_pool(&pool, device);
     if (status == REBATCH_OK)
-        status = rebatch_arena_create(out, pool);
+        status =
+            is_shared ? rebatch_arena_create_shared(out, pool) : rebatch_arena_create(out, pool);
     if (status == REBATCH_OK)
         front->add_arena(static_cast<DeviceIndex>(device), {first, second}, *out);
     return status;

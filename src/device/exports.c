@@ -1,0 +1,106 @@
+/* Owns memory between two processes: descriptors of a device's memory, and mapping those of another
+ * process. Must not know which blocks lie there. */
+#include <fcntl.h>
+
+#include "device/device.h"
+#include "rebatch/sharing.h"
+
+rebatch_status rbi_device_check_shared(const rebatch_device *device)
+{
+    return device->ops->create_shared
+               ? REBATCH_OK
+               : rbi_error(REBATCH_E_UNSUPPORTED,
+                           "device %s gives no file descriptors for its memory: other processes "
+                           "cannot map it",
+                           device->name);
+}
+
+rebatch_status rbi_device_create_shared(rebatch_device *device, rbi_physical *out, size_t bytes)
+{
+    *out = 0;
+    return device->ops->create_shared(device->self, out, bytes);
+}
+
+rebatch_status rbi_device_export(rebatch_device *device, int *fd, rbi_physical physical)
+{
+    *fd = -1;
+    const rebatch_status status = device->ops->export_physical(device->self, fd, physical);
+    if (!status)
+        (void)fcntl(*fd, F_SETFD, FD_CLOEXEC);
+    return status;
+}
+
+/* ---- the reader ---- */
+
+static rebatch_status check(const rebatch_device *device, const rebatch_export_piece *pieces,
+                            size_t count)
+{
+    if (!device || !pieces || count == 0)
+        return rbi_error(REBATCH_E_INVALID, "%s: expected what was exported",
+                         !device  ? "device is NULL"
+                         : pieces ? "count is 0"
+                                  : "pieces is NULL");
+    const size_t page = rbi_device_page_bytes(device);
+    size_t end = 0;
+    for (size_t i = 0; i < count; i++) {
+        const rebatch_export_piece *const p = &pieces[i];
+        if (p->offset < end || p->offset % page || p->bytes == 0 || p->bytes % page ||
+            !rbi_add(p->offset, p->bytes, &end))
+            return rbi_error(
+                REBATCH_E_INVALID,
+                "piece %zu has %zu bytes at %zu: expected whole pages of %zu bytes, in "
+                "order",
+                i, p->bytes, p->offset, page);
+    }
+    return REBATCH_OK;
+}
+
+static size_t extent_of(const rebatch_export_piece *pieces, size_t count)
+{
+    return pieces[count - 1].offset + pieces[count - 1].bytes;
+}
+
+/* Unmaps the first `count` of `all` pieces, and gives the addresses back. */
+static rebatch_status unmap(rebatch_device *device, char *address,
+                            const rebatch_export_piece *pieces, size_t count, size_t all)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < count && !status; i++)
+        status = rbi_device_unmap(device, address + pieces[i].offset, pieces[i].bytes);
+    return status ? status : rbi_device_unreserve(device, address, extent_of(pieces, all));
+}
+
+rebatch_status rebatch_export_map(void **out, rebatch_device *device,
+                                  const rebatch_export_piece *pieces, size_t count)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the address");
+    *out = NULL;
+    void *address;
+    rebatch_status status = check(device, pieces, count);
+    if (status || (status = rbi_device_check_shared(device)) ||
+        (status = rbi_device_reserve(device, &address, extent_of(pieces, count))))
+        return status;
+    size_t mapped = 0;
+    while (mapped < count && !status) {
+        char *const at = (char *)address + pieces[mapped].offset;
+        const size_t bytes = pieces[mapped].bytes;
+        status = device->ops->map_export(device->self, at, bytes, pieces[mapped].fd);
+        if (!status) {
+            mapped++;
+            status = rbi_device_set_access(device, at, bytes);
+        }
+    }
+    if (status)
+        (void)unmap(device, address, pieces, mapped, count);
+    else
+        *out = address;
+    return status;
+}
+
+rebatch_status rebatch_export_unmap(rebatch_device *device, void *address,
+                                    const rebatch_export_piece *pieces, size_t count)
+{
+    const rebatch_status status = check(device, pieces, count);
+    return status || !address ? status : unmap(device, address, pieces, count, count);
+}
