@@ -341,7 +341,7 @@ def sentences(tmp_path_factory):
     return package, folder, datasets.Dataset.from_dict({**pairs, "score": scores}), pairs
 
 
-def sentence_trainer(sentences, bases, loss, data, folder, **keywords):
+def sentence_trainer(sentences, bases, loss, data, folder, given=(), **keywords):
     package, model_at, _, _ = sentences
     from sentence_transformers import models
 
@@ -349,8 +349,9 @@ def sentence_trainer(sentences, bases, loss, data, folder, **keywords):
     model = package.SentenceTransformer(
         modules=[body, models.Pooling(body.get_word_embedding_dimension())], device="cpu"
     )
+    given = dict(given, max_steps=8, use_cpu=True, report_to=[])
     args = package.SentenceTransformerTrainingArguments(
-        str(folder), per_device_train_batch_size=SAMPLES, max_steps=8, use_cpu=True, report_to=[]
+        str(folder), per_device_train_batch_size=SAMPLES, **given
     )
     kind = type("Trainer", (*bases, package.SentenceTransformerTrainer), {})
     return kind(model=model, args=args, train_dataset=data, loss=loss(model), **keywords)
@@ -390,3 +391,42 @@ def test_losses_of_sentences_that_depend_on_the_batch_are_refused_by_name(senten
     whole = sentence_trainer(*arguments, rebatch={"micro_smallest": SAMPLES})
     with fail_once(whole.model[1], call=3, every=1), pytest.raises(rebatch.Exhausted):
         whole.train()
+
+
+@pytest.mark.parametrize("kind", ("ranking", "matryoshka", "triplet"))
+def test_losses_of_sentences_over_the_batch_with_embed(sentences, tmp_path, kind):
+    """The model runs in parts, and the loss on all rows."""
+    from sentence_transformers import losses
+
+    from rebatch.transformers import RebatchMixin
+
+    data = sentences[2].remove_columns("score")
+    if kind == "triplet":
+        data = data.remove_columns("second").add_column("label", [0, 1] * (SAMPLES // 2))
+
+    def loss(model):
+        if kind == "triplet":
+            return losses.BatchHardTripletLoss(model)
+        ranking = losses.MultipleNegativesRankingLoss(model)
+        return ranking if kind == "ranking" else losses.MatryoshkaLoss(model, ranking, [16, 8])
+
+    def train(wrapped, fails):
+        bases, options = ((RebatchMixin,), {"rebatch": {"embed": True}}) if wrapped else ((), {})
+        # AdamW makes steps of rounding, where gradients are 0.
+        sgd = {"optim": "sgd", "learning_rate": 0.1}
+        trainer = sentence_trainer(sentences, bases, loss, data, tmp_path, sgd, **options)
+        with fails(trainer.model[1]):
+            trainer.train()
+        assert not wrapped or fails is contextlib.nullcontext or trainer.report.microbatches > 1
+        return state(trainer.model)
+
+    look_alike(train)
+
+
+def test_embed_of_a_trainer_without_columns_of_texts_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from rebatch.transformers import RebatchTrainer
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="expected a SentenceTransformerTrainer, or a loop with"):
+        RebatchTrainer(network(), args, rebatch={"embed": True})

@@ -102,7 +102,8 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
             example {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
             Step.check does: what was found is printed, and a mistake raises ValueError; {"check":
             ["batch_norm"]} accepts mistakes of that kind. {"log_report": True} logs all that
-            numbers() has
+            numbers() has. {"embed": True}, in a SentenceTransformerTrainer: the model runs in
+            micro-batches, and a loss that compares all rows gets the embeddings of all of them
 
     The other arguments are those of transformers.Trainer. With the loss are logged the size of the
     micro-batches, the OOMs so far and the peak of memory: rebatch/micro, rebatch/ooms_total and

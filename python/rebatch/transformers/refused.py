@@ -71,11 +71,12 @@ def refuse_losses_over_the_batch(trainer: Any, options: Dict[str, Any]) -> None:
         is_theirs = kind.__module__.split(".")[0] == "sentence_transformers"
         if not (is_theirs and _OVER_THE_BATCH.fullmatch(kind.__name__)):
             continue
-        if options.get("micro_smallest", 1) < rows:
+        if not options.get("embed") and options.get("micro_smallest", 1) < rows:
             raise ValueError(
                 f"rebatch: the loss of the Trainer is {kind.__name__}, which depends on all rows "
-                "of a batch: expected one that is a mean over rows, or "
-                f'rebatch={{"micro_smallest": {rows}}}, with which batches run whole'
+                'of a batch: expected rebatch={"embed": True}, with which the model runs in parts '
+                f'and the loss on all rows, or rebatch={{"micro_smallest": {rows}}}, with which '
+                "batches run whole"
             )
 
 

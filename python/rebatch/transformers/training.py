@@ -114,13 +114,15 @@ class TrainingStep:
         return clip
 
     def _make_backward(self, model: Any) -> TrainerBackward:
+        weighing = {"normalizer": lambda inputs: 1, "slice": self._part}  # losses are weighted here
+        return self._backward_of(model, self._loss, **weighing)
+
+    def _backward_of(self, model: Any, loss_fn: Callable[..., Any], **own: Any) -> TrainerBackward:
         return TrainerBackward(
             model,
-            self._loss,
+            loss_fn,
             optimizer=self._trainer.optimizer,
             backward=lambda loss: self._trainer.accelerator.backward(loss, **self._keywords),
-            normalizer=lambda inputs: 1,  # losses are weighted here
-            slice=self._part,
             length=self._cut.length,
             within=self._cut.cut,
             shared={name: getattr(self._trainer.args, name) for name in _SHARED},
@@ -128,6 +130,7 @@ class TrainingStep:
             functions=[self._trainer.compute_loss],
             owners=[self._trainer],
             hooks=[self._plain] if is_of_program(self._plain) else [],
+            **own,
             **self.options,
         )
 

@@ -20,6 +20,7 @@ import torch
 
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.batches.cut import Cut
+from rebatch.transformers.sentences import EmbeddingStep
 from rebatch.transformers.training import TrainingStep, replaced
 
 # Names that are private to trl's trainers and used here. No other private name is.
@@ -61,6 +62,8 @@ def training_step_for(trainer: Any, options: Dict[str, Any]) -> Type[TrainingSte
 
     Raises ValueError for those of trl's trainers, and their losses, that cannot be."""
     name = _name_in_trl(trainer)
+    if options.get("embed"):
+        return EmbeddingStep
     if name == "":
         return TrainingStep
     if name == "SFTTrainer":
