@@ -45,7 +45,9 @@ class Child:
         command = [sys.executable, __file__, "train", "--folder", self.folder, "--limit", limit]
         command += ["--small"] * arguments.small
         self.process = subprocess.Popen([str(word) for word in command])
-        while len(self.steps()) < 4 and self.process.poll() is None:
+        while len(self.steps()) < 4:
+            if self.process.poll() is not None:
+                sys.exit(f"a training with the limit {limit} has ended")
             time.sleep(0.1)
 
     def steps(self):

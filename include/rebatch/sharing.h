@@ -101,11 +101,12 @@ REBATCH_API rebatch_status rebatch_pool_give(rebatch_pool *pool, size_t most_byt
 REBATCH_API_CHECKED rebatch_status rebatch_pool_wake(rebatch_pool *pool);
 
 /** Answer requests for a pool's memory on a Unix socket, which only this user and root may use: a
- *  line each of `status`, `give 4GiB`, `give to 12GiB` and `wake` (docs/sharing.md). A thread
- *  answers `status` and `wake`, and outside of steps gives back what is cached. A session of the
- *  pool gives what is in use between two micro-batches, which then become smaller. The environment
- *  variable REBATCH_YIELD and the setting memory.yield do this in rebatch_open(). A process has one
- *  such socket: another call replaces it.
+ *  line each of `status`, `give 4GiB`, `give to 12GiB`, `sleep` and `wake` (docs/sharing.md). A
+ *  thread answers `status` and `wake`, and outside of steps gives back what is cached. A session of
+ *  the pool gives what is in use between two micro-batches, which then become smaller, and sleeps
+ *  there. The environment variable REBATCH_YIELD and the setting memory.yield do this in
+ *  rebatch_open(). A process has one such socket: another call replaces it, and ends what was asked
+ *  there.
  *  @param pool  borrowed until the next call of this function; where it is a session's own, until
  *               rebatch_close(); NULL: only the socket that is there is removed
  *  @param path  of the socket, at most 107 bytes. One that a killed process left there is replaced.

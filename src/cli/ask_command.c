@@ -16,7 +16,8 @@ static const char ask_help[] =
     "  status           one object of JSON: what it holds, what a step needs at least, its speed\n"
     "  give 4GiB        give so much of what it holds: its micro-batches become smaller\n"
     "  give to 12GiB    the same, until it holds so much\n"
-    "  wake             end the bound of give: its micro-batches grow back\n"
+    "  sleep            copy everything to host memory, free the GPU's, and wait for wake\n"
+    "  wake             end the sleep, and the bound of give: micro-batches grow back\n"
     "\n"
     "A training gives no more than leaves what a step needs. What is cached comes at once, the "
     "rest\n"
@@ -69,7 +70,7 @@ int rbi_ask_main(int count, char **arguments)
     if (count > 0 && rbi_command_is_help(arguments[0]))
         return rbi_ask_help(0, NULL);
     if (count < 2 || !join(request, sizeof request, count - 1, arguments + 1))
-        return rbi_command_refuse("ask SOCKET status|give SIZE|give to SIZE|wake");
+        return rbi_command_refuse("ask SOCKET status|give SIZE|give to SIZE|sleep|wake");
     if (rebatch_ask(answer, sizeof answer, arguments[0], request)) {
         fprintf(stderr, "rebatch: %s\n", rebatch_last_error());
         return RBI_EXIT_FAILED;

@@ -1,7 +1,8 @@
-/* Owns what a process does about requests for its memory: status, give, wake.
+/* Owns what a process does about requests for its memory: status, give, sleep, wake.
  * Must not know who asks, nor where memory lies. */
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -11,7 +12,7 @@
 
 #define STEP_NS UINT64_C(5000000000) /* in which a step must come */
 
-static void set_bound_in_turn(void *user);
+static void run_in_turn(void *user);
 
 static struct {
     _Atomic(rebatch_pool *) pool; /* NULL: there is no socket */
@@ -23,6 +24,8 @@ static struct {
     pthread_mutex_t lock;
     struct rbi_pool_task task;
     bool is_posted;                                /* and has not run */
+    bool sleeps, is_asleep;                        /* sleeps: that is asked for, else a give */
+    char complaint[256];                           /* why it does not sleep */
     struct rbi_client *asking;                     /* NULL: none waits for an answer */
     uint64_t asked_ns, held_before, target, bound; /* bound: in force; 0: none */
 
@@ -34,8 +37,7 @@ static struct {
     atomic_uint_fast64_t steps, samples, micro, short_permille;
     atomic_uint_fast64_t period_ns; /* of a step, on average */
     uint64_t ended_ns;              /* the last one */
-} yield = {
-    .socket = {.fd = -1}, .lock = PTHREAD_MUTEX_INITIALIZER, .task = {set_bound_in_turn, NULL}};
+} yield = {.socket = {.fd = -1}, .lock = PTHREAD_MUTEX_INITIALIZER, .task = {run_in_turn, NULL}};
 
 /* ---- in the thread of the training ---- */
 
@@ -65,14 +67,25 @@ static void set_bound(uint64_t bytes)
 
 /* Never less than what a step needs, so that what is asked ends no training; and never more than
  * was asked before. */
-static void set_bound_in_turn(void *user)
+static void set_bound_in_turn(void)
+{
+    const uint64_t before = yield.bound ? yield.bound : UINT64_MAX;
+    if (yield.rb)
+        yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
+    set_bound(rbi_max(yield.needs, rbi_min(before, yield.target)));
+}
+
+/* After a sleep the pool lets the thread wait for the wake. */
+static void run_in_turn(void *user)
 {
     (void)user;
     (void)pthread_mutex_lock(&yield.lock);
-    if (yield.rb)
-        yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
-    const uint64_t before = yield.bound ? yield.bound : UINT64_MAX;
-    set_bound(rbi_max(yield.needs, rbi_min(before, yield.target)));
+    if (!yield.sleeps)
+        set_bound_in_turn();
+    else
+        yield.is_asleep = rebatch_pool_sleep(yield.pool, NULL, NULL) == REBATCH_OK;
+    if (yield.sleeps && !yield.is_asleep)
+        (void)snprintf(yield.complaint, sizeof yield.complaint, "%s", rebatch_last_error());
     yield.is_posted = false;
     yield.turned_ns = rbi_now_ns();
     (void)pthread_mutex_unlock(&yield.lock);
@@ -159,12 +172,15 @@ static void say_status(struct rbi_client *client)
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
     const rebatch_pool_stats stats = read_stats();
-    const bool trains = !has_stopped(0, rbi_now_ns());
+    const bool trains = !yield.is_asleep && !has_stopped(0, rbi_now_ns());
     const uint64_t period = yield.period_ns;
     const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
     rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
     rbi_text_add_json(&t, yield.command);
-    rbi_text_add(&t, ", \"state\": \"%s\"", trains ? "training" : "not in a step");
+    rbi_text_add(&t, ", \"state\": \"%s\"",
+                 yield.is_asleep ? "asleep"
+                 : trains        ? "training"
+                                 : "not in a step");
     rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
                  stats.reserved_bytes, stats.live_bytes);
     add_known(&t, "needs_bytes", yield.needs);
@@ -221,10 +237,13 @@ static void give(struct rbi_client *client, const char *size)
     const uint64_t excess = held - rbi_min(held, yield.target);
     if (excess && !yield.runs && rbi_pool_may_wait(yield.pool))
         (void)rebatch_pool_trim(yield.pool, (size_t)(cached - rbi_min(cached, excess)), NULL);
+    yield.sleeps = false;
     if (yield.turned_ns && !yield.is_posted)
         yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
     say_given();
 }
+
+/* ---- sleep and wake ---- */
 
 /* What the training has not begun to do, it does not do. The lock is held. */
 static void withdraw(void)
@@ -234,42 +253,77 @@ static void withdraw(void)
     yield.asking = NULL;
 }
 
+/* Where the training of the client that asks sleeps, or does not. */
+static void say_asleep(void)
+{
+    char text[RBI_ANSWER_BYTES];
+    struct rbi_text t = {text, sizeof text, 0};
+    struct rbi_client *const client = yield.asking;
+    const uint64_t now = rbi_now_ns();
+    if (yield.is_posted && !has_stopped(yield.asked_ns, now))
+        return;
+    const bool has_begun = yield.turned_ns && !yield.is_posted;
+    withdraw();
+    if (!yield.is_asleep) {
+        refuse(client, has_begun ? yield.complaint
+                                 : "not in a step, and it sleeps between two micro-batches");
+        return;
+    }
+    rbi_text_add(&t, "ok: asleep after %" PRIu64 " ms", (now - yield.asked_ns) / 1000000);
+    end_with_held(client, &t);
+}
+
+static void fall_asleep(struct rbi_client *client)
+{
+    yield.asking = client;
+    yield.asked_ns = rbi_now_ns();
+    yield.sleeps = true;
+    if (yield.turned_ns && !yield.is_posted)
+        yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
+    say_asleep();
+}
+
 static void wake(struct rbi_client *client)
 {
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
+    yield.bound = 0;
     if (rebatch_pool_wake(yield.pool)) {
         refuse(client, rebatch_last_error());
         return;
     }
-    yield.bound = 0;
+    yield.is_asleep = false;
     rbi_text_add(&t, "ok: it may take memory again");
     end_with_held(client, &t);
 }
 
 /* ---- requests ---- */
 
-/* One gives at a time; who comes later waits for the answer to that. */
+/* Of gives and sleeps there is one at a time; who comes later waits for the answer to that. */
 static void take_request(struct rbi_client *client)
 {
     const char *const line = client->line;
+    const bool is_give = strncmp(line, "give ", 5) == 0, is_sleep = strcmp(line, "sleep") == 0;
     char text[256];
     struct rbi_text t = {text, sizeof text, 0};
     if (client == yield.asking)
-        say_given();
+        (yield.sleeps ? say_asleep : say_given)();
     else if (strcmp(line, "status") == 0)
         say_status(client);
     else if (strcmp(line, "wake") == 0)
         wake(client);
-    else if (strncmp(line, "give ", 5) == 0) {
-        if (!yield.asking)
-            give(client, line + 5);
-    } else {
+    else if (!is_give && !is_sleep) {
         rbi_text_add(&t, "\"");
         rbi_text_add_shown(&t, line, client->length, 64);
-        rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB or wake");
+        rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB, sleep or "
+                         "wake");
         refuse(client, text);
-    }
+    } else if (yield.is_asleep)
+        refuse(client, "it sleeps: expected wake");
+    else if (!yield.asking && is_give)
+        give(client, line + 5);
+    else if (!yield.asking)
+        fall_asleep(client);
 }
 
 static void answer(struct rbi_client *client)
@@ -338,6 +392,8 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     static const struct rbi_asker asker = {.on_turn = on_turn, .lift = lift};
     static const struct rbi_answerer answerer = {.answer = answer, .gone = gone};
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (yield.pool && (yield.bound || yield.is_asleep))
+        (void)!rebatch_pool_wake(yield.pool); /* nobody could ask for it any more */
     stop();
     if (!pool)
         return REBATCH_OK;
@@ -348,6 +404,7 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     read_command();
     yield.pool = pool;
     yield.rb = NULL;
+    yield.is_asleep = false;
     yield.bound = yield.ended_ns = yield.needs = yield.turned_ns = yield.steps = yield.samples = 0;
     yield.period_ns = yield.micro = yield.short_permille = yield.runs = 0;
     status = rbi_clients_begin(&yield.socket, &answerer);

@@ -78,7 +78,7 @@ Test(cli_ask, help_and_wrong_usage)
     AUTO_DONE(top) = cli_run("", "help", "top");
     cr_expect(top.code == 0 && strstr(top.out, "usage: rebatch top"), "%s", top.out);
     cli_expect_refused("", "ask", "a.sock", 2,
-                       "usage: rebatch ask SOCKET status|give SIZE|give to SIZE|wake\n");
+                       "usage: rebatch ask SOCKET status|give SIZE|give to SIZE|sleep|wake\n");
     cli_expect_refused("", "top", "all", 2, "usage: rebatch top [--json]\n");
     cli_expect_refused("", "ask", "./none.sock status", 1,
                        "rebatch: ./none.sock: No such file or directory\n");

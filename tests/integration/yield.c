@@ -234,6 +234,32 @@ Test(yield, what_was_given_comes_back_before_a_training_ends_for_want_of_it)
     cr_expect_eq(rig.lost, 0);
 }
 
+Test(yield, a_training_sleeps_with_its_contents_until_it_is_woken)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    memset(rig.weights, 7, WEIGHTS);
+    rig_train(&rig);
+    ASK(text, "sleep");
+    HAS(text, "ok: asleep after ");
+    HAS(text, "; holds 0 B, ");
+    const unsigned updates = rig.updates;
+    ASK(text, "status");
+    HAS(text, "\"state\": \"asleep\"");
+    ASK(text, "give 4MiB");
+    cr_expect_str_eq(text, "no: it sleeps: expected wake");
+    usleep(50000);
+    cr_expect_eq(rig.updates, updates);
+    ASK(text, "wake");
+    HAS(text, "ok: it may take memory again");
+    while (rig.updates < updates + 3)
+        usleep(1000);
+    rig_stop(&rig);
+    cr_expect_eq(rig.lost, 0);
+    for (size_t i = 0; i < WEIGHTS; i++)
+        cr_assert_eq(((unsigned char *)rig.weights)[i], 7);
+}
+
 Test(yield, no_micro_batch_that_runs_is_struck)
 {
     char text[512];
@@ -270,6 +296,8 @@ Test(yield, an_idle_process_gives_what_is_cached_at_once)
     cr_expect_eq(held_by(&rig), WEIGHTS);
     ASK(text, "give 4MiB");
     HAS(text, "partly: gave 0 B after 0 ms, not in a step;");
+    ASK(text, "sleep");
+    cr_assert_str_eq(text, "no: not in a step, and it sleeps between two micro-batches");
 }
 
 Test(yield, a_training_that_pauses_is_bounded_when_its_next_step_begins)

@@ -97,6 +97,18 @@ def test_a_training_gives_half_and_grows_back(start, tmp_path):
     wait_for(process, lambda micro, short: micro == 32)
 
 
+def test_a_training_sleeps_until_it_is_woken(start, tmp_path):
+    path = tmp_path / "train.sock"
+    process = start(str(path))
+    answer, code = ask(path, "sleep")
+    assert code == 0 and answer.startswith("ok: asleep after "), answer
+    status = json.loads(ask(path, "status")[0])
+    assert status["state"] == "asleep" and status["held_bytes"] == 0
+    assert ask(path, "wake")[1] == 0
+    steps = status["steps"]
+    wait_for(process, lambda micro, short: json.loads(ask(path, "status")[0])["steps"] > steps + 2)
+
+
 def test_the_variable_makes_a_socket_that_top_lists(start, tmp_path):
     process = start(REBATCH_YIELD="1")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
