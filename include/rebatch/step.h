@@ -535,14 +535,12 @@ typedef struct rebatch_step_report {
                                   their need available. If all did, the next step's are smaller */
     uint32_t learned;     /**< micro-batches in the update from which the session learned
                                   (rebatch_options.learn) */
-    size_t micro; /**< size of the micro-batches in the update, of the largest if they differ; 0
-                       after a failure */
-    bool torn;    /**< optimizer_step failed, with whatever status, after it had begun to change
+    size_t micro;         /**< largest size of the micro-batches in the update; 0 after a failure */
+    bool torn; /**< optimizer_step failed, with whatever status, after it had begun to change
                     parameters: some are new, some are old, and nothing was undone */
     uint64_t overflow_bytes; /**< host memory that the update took, because the device had no more
                                   after it had begun to change parameters */
-    double short_of_memory;  /**< share of the last minute of steps, 0 to 1, whose micro-batches
-                                 memory made smaller than options and batch allow */
+    double short_of_memory; /**< part of the last minute of steps that memory cut smaller, 0 to 1 */
 } rebatch_step_report;
 
 /** Where guarded state is. */

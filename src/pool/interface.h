@@ -26,7 +26,7 @@ void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit
 /* REBATCH_E_STATE, for `function`, within a pressure callback of the pool. */
 rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
-/* Whether it may wait for the device now, and other calls of it are allowed: no graph is captured. */
+/* Whether it may wait for the device and call it now: no graph is captured. */
 bool rbi_pool_may_wait(const rebatch_pool *pool);
 /* The size of a block for `bytes`; 0 for 0. */
 rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
