@@ -18,6 +18,7 @@ NAVIGATION = {
         "docs/pytorch-graphs",
         "docs/pytorch-undo",
         "docs/pytorch-batches",
+        "docs/budgets",
         "docs/pytorch-adapters",
         "docs/pytorch-ranks",
         "docs/coming-from",

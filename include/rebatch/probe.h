@@ -167,6 +167,29 @@ REBATCH_API_CHECKED rebatch_status rebatch_probe(rebatch *rb, const rebatch_step
 REBATCH_API rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size,
                                            size_t batch, const rebatch_probe_options *options);
 
+/** Learn from a micro-batch that the program has cut and run by itself, in no step of this session,
+ *  and get the budget of the next one: for samplers that make micro-batches. Memory is what the
+ *  session's meter reads: the micro-batch has needed peak_bytes beyond live_bytes, or failed there
+ *  with a request of asked_bytes. The budget follows the rules of a step with
+ *  rebatch_step_ops.cost: with `learn` it grows as long as more is predicted to fit, then after
+ *  grow_after micro-batches without an OOM; it falls after an OOM, and where less memory is
+ *  available than it is predicted to need. A micro-batch of half the budget or less never raises
+ *  it, and an OOM of one beyond the budget, which was cut before the budget fell, does not lower it
+ *  again.
+ *  @param rb              the session, which has rebatch_options.meter
+ *  @param key             what the micro-batch is one of, for example the class of its longest
+ *                         sample: each key has a budget and a memory model of its own. A number or
+ *                         an address that is never read; not one of a rebatch_map()
+ *  @param cost            of the micro-batch; 0: none has run, but less may be available
+ *  @param result          REBATCH_OK: it ran; REBATCH_OOM
+ *  @param[in,out] budget  in: what a key begins with that is new, at least 1; and while it grows by
+ *                         `learn`, what is known from elsewhere to fit. Out: the most that the next
+ *                         micro-batch may cost, at least 1. Unchanged on failure
+ *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_INVALID,
+ *          REBATCH_E_HOST_OOM */
+REBATCH_API rebatch_status rebatch_learn_cost(rebatch *rb, const void *key, size_t cost,
+                                              rebatch_status result, size_t *budget);
+
 /** A confidence in words. Thread-safe.
  *  @param confidence  any number
  *  @return a static string */

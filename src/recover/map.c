@@ -1,5 +1,6 @@
-/* Owns rebatch_map(): a function over samples, outside of training steps, with sizes of its own.
- * Must not know how samples are cut. */
+/* Owns what a session learns of others than its steps: rebatch_map(), with sizes for each function,
+ * and budgets of micro-batches that the program cuts. Must not know how samples are cut. */
+#include "rebatch/probe.h"
 #include "recover/recover.h"
 
 /* What is known of one function, while it does not run. */
@@ -126,4 +127,95 @@ rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count
     if (report)
         *report = rb->run.report;
     return status;
+}
+
+/* ---- micro-batches that the program cuts ---- */
+
+/* Each sample of such a run is one unit of the cost. */
+static uint64_t cost_of_units(size_t first, size_t count, void *user)
+{
+    (void)first;
+    (void)user;
+    return count;
+}
+
+/* What the line through other points says of it as well is no point of its own, lest points far
+ * from it are given up. */
+static void learn_run(rebatch *rb, size_t cost, uint64_t bytes)
+{
+    struct rbi_growth *const growth = &rb->sizes.growth;
+    const size_t before = rb->sizes.budget;
+    uint64_t known;
+    if (bytes &&
+        !(rbi_need_can_choose(rb) && rbi_need_predict_surely(&known, rb, cost) && known >= bytes))
+        rbi_need_learn(rb, cost, bytes);
+    rb->run.cut.by_budget = cost > before / 2;
+    const bool searches = rbi_learn_is_on(&rb->sizes.learning) && rb->run.cut.by_budget;
+    if (searches)
+        growth->clean = growth->wait;
+    rbi_growth_step_done(rb);
+    if (searches && rb->sizes.budget == before)
+        rb->sizes.learning.state = RBI_LEARN_OFF;
+}
+
+static void learn_oom(rebatch *rb, size_t cost, uint64_t need_bytes, uint64_t available_bytes)
+{
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_SHRINK);
+    event.phase = REBATCH_PHASE_FORWARD;
+    event.cost = cost;
+    event.needed_bytes = need_bytes;
+    event.available_bytes = available_bytes;
+    rb->run.ooms.failure = (struct rbi_failure){
+        .phase = event.phase, .need_bytes = need_bytes, .available_bytes = available_bytes};
+    rbi_need_learn_least(rb, cost, need_bytes);
+    if (cost <= rb->sizes.budget) { /* else it was cut before the budget fell */
+        rbi_growth_set_back(rb, available_bytes);
+        rb->sizes.learning.state = RBI_LEARN_OFF;
+        rbi_size_set(rb, rbi_max(rbi_next_size(rb, RBI_AFTER_OOM, cost), 1));
+    }
+    rbi_event_end(&event, rb);
+    rbi_event_emit(rb, &event);
+}
+
+rebatch_status rebatch_learn_cost(rebatch *rb, const void *key, size_t cost, rebatch_status result,
+                                  size_t *budget)
+{
+    static const rebatch_step_ops units = {.struct_size = sizeof units, .cost = cost_of_units};
+    struct rbi_map *map = NULL;
+    rebatch_meter_reading read = {0};
+    size_t available = SIZE_MAX;
+    uint64_t known;
+    if (!rb || !rbi_meter_is_set(rb) || !budget || !*budget || (result && result != REBATCH_OOM))
+        return rbi_error(REBATCH_E_INVALID,
+                         "rb has no meter, *budget is 0, or result is %d: "
+                         "expected REBATCH_OK or REBATCH_OOM",
+                         (int)result);
+    rebatch_status status = rbi_session_check_idle(rb, "rebatch_learn_cost");
+    if (!status)
+        status = find(&map, rb, &(rebatch_map_ops){.key = key});
+    if (status)
+        return status;
+    if (!map->sizes.has_budget && rbi_is_on(rb->options.learn))
+        map->sizes.learning.state = RBI_LEARN_SEARCHES;
+    if (!map->sizes.has_budget ||
+        (rbi_learn_is_on(&map->sizes.learning) && *budget > map->sizes.budget))
+        map->sizes.budget = *budget;
+    map->sizes.has_budget = true;
+    swap_sizes(rb, map);
+    rbi_step_begin(rb, &units, rbi_max(cost, 1), NULL);
+    (void)rb->meter.read(&read, rb->meter.user);
+    (void)rbi_available(&available, rb);
+    const uint64_t used = read.peak_bytes - rbi_min(read.peak_bytes, read.live_bytes);
+    if (cost && result)
+        learn_oom(rb, cost, read.asked_bytes ? used + read.asked_bytes : 0, available);
+    else if (cost)
+        learn_run(rb, cost, used);
+    /* Less may be available. What ran far below does not tell that. */
+    if (rbi_need_predict_surely(&known, rb, rb->sizes.budget / 2) &&
+        !rbi_size_may_fit(rb, rb->sizes.budget, rb->lighten))
+        rbi_size_set(rb, rbi_max(rbi_size_largest(rb, rb->sizes.budget - 1, available), 1));
+    *budget = rb->sizes.budget;
+    rbi_step_end(rb);
+    swap_sizes(rb, map);
+    return REBATCH_OK;
 }

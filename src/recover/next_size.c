@@ -112,7 +112,9 @@ static size_t grown(rebatch *rb, size_t size)
     size_t upper = upper_size(rb);
     if (!rbi_need_can_choose(rb)) {
         const size_t larger = doubled(rb, size, upper);
-        return rbi_size_may_fit(rb, larger, rb->lighten) ? larger : size;
+        if (rbi_size_may_fit(rb, larger, rb->lighten))
+            return larger;
+        return rb->run.by_cost ? rbi_size_largest(rb, larger, available) : size;
     }
     if (!rbi_need_has_model(rb, rb->lighten))
         upper = doubled(rb, size, upper);

@@ -44,9 +44,10 @@ def test_every_block_of_the_pages_of_pytorch_runs(page, tmp_path, monkeypatch):
     assert ran or page in ("pytorch-ranks.md", "pytorch-adapters.md", "pytorch-graphs.md")
 
 
-def test_every_block_of_coming_from_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["coming-from.md", "budgets.md"])
+def test_every_block_of_a_page_that_stands_alone_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_blocks("coming-from.md", {}) >= 4
+    assert run_blocks(page, {}) >= 3
 
 
 def test_the_program_of_the_readme_learns_and_prints_its_line(capfd):

@@ -45,6 +45,7 @@ from rebatch.torch.backward import Backward
 from rebatch.torch.batches.balance import balance
 from rebatch.torch.batches.outputs import Mean, Sum
 from rebatch.torch.batches.size_finder import find_batch_size
+from rebatch.torch.budget import Budget
 from rebatch.torch.check.cut_comparison import CutWarning
 from rebatch.torch.check.findings import Check, Finding
 from rebatch.torch.evaluation import Map, map
@@ -62,6 +63,7 @@ Fit.__module__ = Exhausted.__module__ = PeerFailed.__module__ = Torn.__module__ 
 
 __all__ = [
     "Backward",
+    "Budget",
     "Check",
     "CutWarning",
     "Error",

@@ -225,7 +225,7 @@ class Session:
             self.keep_error, lib.rebatch_open, C.byref(opened), device, C.byref(options)
         )
         self.rb = opened.value
-        self._close = weakref.finalize(self, _close, self.rb, dry.value, options)
+        self._close = weakref.finalize(self, close_session, self.rb, dry.value, options)
         self.raise_failure(status)
         self._pool, self._stats = lib.rebatch_get_pool(self.rb), c.PoolStats()
 
@@ -441,7 +441,7 @@ class Session:
         raise c.Error(text, status)
 
 
-def _close(rb: Optional[int], dry: Optional[int], _options: c.Options) -> None:
+def close_session(rb: Optional[int], dry: Optional[int], _options: c.Options) -> None:
     """The options have the tables of functions that C may call until then."""
     lib.rebatch_close(rb)
     lib.rebatch_device_close(dry)
