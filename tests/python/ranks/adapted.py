@@ -9,7 +9,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from trained import RANK_OF_FAILURES, error_of, is_same_everywhere
+from trained import RANK_OF_FAILURES, captures_on_a_cpu, error_of, is_same_everywhere
 
 
 def as_launched():
@@ -60,11 +60,15 @@ def compared(models, reports):
         "near": all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, cut)),
         "same": is_same_everywhere(models[2]),
         "ranks": reports[1].ranks,
+        "replays": [report.replayed > 0 for report in reports],
     }
 
 
-def with_lightning(accumulated):
+def with_lightning(accumulated, graphs=False):
     as_launched()
+    epochs = 8 if graphs else 2
+    if graphs:
+        captures_on_a_cpu()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     import lightning.pytorch as pl
@@ -93,7 +97,7 @@ def with_lightning(accumulated):
                 accelerator="cpu",
                 devices=2,
                 strategy="ddp",
-                max_epochs=2,
+                max_epochs=epochs,
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -105,13 +109,17 @@ def with_lightning(accumulated):
             ).fit(module, loader)
         return module
 
-    callbacks = [Rebatch(log_level="quiet", growth=False) for _ in range(2)]
+    options = {"log_level": "quiet", "growth": False, "graphs": graphs}
+    callbacks = [Rebatch(**options) for _ in range(2)]
     models = [train(99, []), train(99, callbacks[:1]), train(4, callbacks[1:])]
     return compared(models, [c.report for c in callbacks])
 
 
-def with_transformers(accumulated):
+def with_transformers(accumulated, graphs=False):
     as_launched()
+    epochs = 8 if graphs else 2
+    if graphs:
+        captures_on_a_cpu()
     warnings.simplefilter("ignore")
     import transformers
 
@@ -139,7 +147,7 @@ def with_transformers(accumulated):
                 folder,
                 use_cpu=True,
                 per_device_train_batch_size=16,
-                num_train_epochs=2,
+                num_train_epochs=epochs,
                 report_to=[],
                 save_strategy="no",
                 disable_tqdm=True,
@@ -152,7 +160,7 @@ def with_transformers(accumulated):
             trainer.train()
         return model, trainer
 
-    quiet = {"rebatch": {"log_level": "quiet", "growth": False}}
+    quiet = {"rebatch": {"log_level": "quiet", "growth": False, "graphs": graphs}}
     plain, _ = train(99, transformers.Trainer)
     whole, first = train(99, RebatchTrainer, **quiet)
     cut, second = train(4, RebatchTrainer, **quiet)

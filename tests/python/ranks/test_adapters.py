@@ -6,10 +6,12 @@ import pytest
 import pair
 
 
+@pytest.mark.parametrize("graphs", (False, True))
 @pytest.mark.parametrize("framework", ("lightning", "transformers"))
-def test_a_framework_that_accumulates(framework):
+def test_a_framework_that_accumulates(framework, graphs):
     pytest.importorskip(framework)
-    for found in pair.run("adapted", f"with_{framework}", 2):
+    for found in pair.run("adapted", f"with_{framework}", 2, graphs):
+        assert found.pop("replays") == [graphs, graphs]
         assert found == {"as_plain": True, "near": True, "same": True, "ranks": [16, 4]}
 
 

@@ -55,6 +55,23 @@ def test_gradients_with_a_graph_are_refused_by_name():
         assert "added to those of other ranks" in said and "within loss_fn" in said
 
 
+@pytest.mark.parametrize(
+    "kind, micro, how",
+    [("mlp", 16, ""), ("conv", 4, ""), ("gpt", 8, "plain"), ("mlp", 4, "normalizer")],
+)
+def test_micro_batches_of_ranks_are_replayed_with_the_same_bits(kind, micro, how):
+    """Without the wrapper's nodes of autograd, which belong to another stream than a capture."""
+    for found in run("replayed", kind, micro, how):
+        assert found["bits"] and found["same"]
+        assert found["replays"] == [0, 16 // micro, 0]
+        assert found["hooks"] == [False, how != "plain"]
+
+
+def test_a_parameter_that_ranks_use_beside_its_module_is_in_no_graph():
+    for found in run("replayed", "mlp", 8, "beside"):
+        assert found["bits"] and found["same"] and found["replays"] == [0, 0, 0]
+
+
 def test_a_sample_that_is_left_for_batch_norm_joins_its_neighbour():
     assert run("pairs") == [{"sizes": [2, 2, 2, 3], "near": True, "same": True}] * 2
 

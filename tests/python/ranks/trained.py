@@ -119,6 +119,64 @@ def step_of(model, optimizer, loss_fn, **options):
     return rebatch.Step(model, optimizer, loss_fn, **options)
 
 
+# ---- graphs ----
+
+
+def captures_on_a_cpu():
+    """See tests/python/test_replays.py."""
+    from rebatch.torch.graphs import graphs as module
+    from rebatch.torch.graphs.changes import Changes
+    from test_replays import Rerun
+
+    module.can_capture, module.recorder_of = lambda _: True, lambda *_: Rerun([])
+    names, own = Changes.names, ("torch.default_generator", "(a tensor on the CPU)")
+    Changes.names = lambda self: [n for n in names(self) if not n.endswith(own)]
+
+
+def noting(model, calls):
+    """Nodes that add to the gradients of the parameters, as a wrapper keeps them."""
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *_: calls.append(1))
+    return nodes
+
+
+def replayed(kind, micro, how=""):
+    """Whether a training with graphs has the bits of one without, and what its steps replayed."""
+    if models.DEVICE.type == "cpu":
+        captures_on_a_cpu()
+    states, runs = [], []
+    for graphs in (True, False):
+        model, batch, loss_fn = wrapped(kind)
+        options = {"graphs": graphs, "micro_start": micro}
+        if how == "plain":
+            model, options["group"] = model.module, True
+        if how == "normalizer":
+            mean, options["normalizer"] = loss_fn, lambda batch: len(batch[0])
+            loss_fn = lambda model, s, mean=mean: mean(model, s) * len(s[0])  # noqa: E731
+        if how == "beside":
+            mean, beside = loss_fn, [p for p in model.parameters() if p.dim() > 1]
+            loss_fn = lambda model, s, m=mean, b=beside: m(model, s) + b[0].sum()  # noqa: E731
+        step, calls = step_of(model, sgd(model), loss_fn, **options), []
+        nodes = [] if how == "plain" else noting(model, calls)
+        torch.manual_seed(dist.get_rank())
+        losses, replays = [], []
+        for i in range(9):
+            before = len(calls)
+            losses.append(step(tuple(t.roll(i, 0) for t in batch)))
+            replays.append(step.report.replayed)
+        del nodes
+        states.append([*state_of(model), *losses])
+        runs.append((replays, len(calls) - before))
+    (replays, added), (none, added_without) = runs
+    return {
+        "bits": same_bits(*states),
+        "same": is_same_everywhere(model),
+        "replays": [replays[0], replays[-1], *set(none)],
+        "hooks": [added > 0, added_without > 0],
+    }
+
+
 # ---- the same as DistributedDataParallel ----
 
 

@@ -117,7 +117,7 @@ class Callbacks:
         if self.graphs:
             self.graphs.drop()
         self._looks_outside, self._seen_outside = _LOOKS, []
-        most = 0 if self._ranks else self._running.program.graphs
+        most = 0 if self._running.has_window else self._running.program.graphs
         self.graphs = Graphs(self._running, most, weakly(self._put_back_pass)) if most else None
 
     def guards(self) -> List[Any]:
@@ -189,7 +189,9 @@ class Callbacks:
     def begin_step(self) -> None:
         """The batch trains."""
         if self.graphs:
-            self.graphs.begin(self.session.device, [*self._trained, *self.outside])
+            with self._ranks.quiet() if self._ranks else contextlib.nullcontext():  # as passes run
+                self.graphs.begin(self.session.device, [*self._trained, *self.outside])
+            self.accumulators.are_lent = self._others.are_lent = False
         if bool(self.ops.part) is not self._running.are_several:
             self.ops.part = self._part if self._running.are_several else type(self._part)()
         self.accumulators.keep_earlier(self._kept)
@@ -469,7 +471,7 @@ class Callbacks:
         if self._lockstep:
             self._lockstep.begin_pass()
         self._begin_loss()
-        if self.graphs and not self._is_trial:
+        if self.graphs and not (self._is_trial or self.graphs.is_off):
             return self._pass_by_graph(self.graphs, first, count)
         if self.whole_loss and not self._is_trial:
             return self._pass_over_batch(self.whole_loss, first, count)

@@ -477,10 +477,10 @@ def training_of(
         tell_ranks(model, group, group_timeout, window, error)
         raise
     ranks = ranks_or_none(program, group, group_timeout, window, shared or {})
-    if ranks and program.graphs:
+    if ranks and ranks.window and program.graphs:
         warnings.warn(
-            f"rebatch: graphs={program.graphs} has no effect, since several ranks train the model: "
-            "their micro-batches run as without it",
+            f"rebatch: graphs={program.graphs} has no effect, since the model is one of "
+            "fully_shard(), whose parameters are gathered to other memory in each step",
             RuntimeWarning,
             stacklevel=user_stacklevel(),
         )

@@ -9,6 +9,7 @@ import torch
 
 from rebatch.torch.batches.outputs import kept, tensors_in
 from rebatch.torch.graphs.inputs import Inputs
+from rebatch.torch.graphs.leaves import other_leaves
 from rebatch.torch.program.program import Running
 
 LOSS = "the loss"
@@ -96,18 +97,22 @@ class Pass:
         self._gradients = [g for g in self._recording.result.gradients if g is not None]
 
     def _run(self) -> Result:
-        self._running.is_captured = True
+        running, parameters = self._running, self._parameters
+        running.is_captured = True
         try:
-            return self._pass()
+            if not running.has_ranks:
+                return self._pass(parameters)
+            with other_leaves(running.program.modules, parameters) as leaves:
+                return self._pass(leaves)
         finally:
-            self._running.is_captured = False
+            running.is_captured = False
 
-    def _pass(self) -> Result:
+    def _pass(self, leaves: Sequence[torch.Tensor]) -> Result:
         program = self._running.program
         loss, extras = program.loss_of(self._inputs.samples)
         weighted = self._weight.weighted(loss)
         program.update.backward(weighted)
-        return Result(weighted.detach(), kept(extras, are_lent=True), taken(self._parameters))
+        return Result(weighted.detach(), kept(extras, are_lent=True), taken(leaves))
 
     def replay(self, tensors: List[torch.Tensor], count: int) -> Result:
         """With other samples. The gradients are the graph's own, which the next replay overwrites;

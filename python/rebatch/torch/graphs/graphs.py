@@ -52,7 +52,7 @@ class Graphs:
         self.lends = False  # the gradients in .grad are a graph's own
         self.new_bytes = 0  # that the last pass has set aside for graphs
         self.replayed = 0  # micro-batches of the batch that runs
-        self._is_off = False
+        self.is_off = False  # from now on passes run without graphs
         self._device = torch.device("cpu")
         self._parameters: Sequence[torch.Tensor] = ()
         self._changes: Optional[Changes] = Changes(running)
@@ -74,7 +74,7 @@ class Graphs:
         """One begins, in which these get gradients."""
         self._steps += 1
         self._looks = _LOOKS_OF_A_STEP
-        if self._is_off:
+        if self.is_off:
             return
         is_same = device == self._device and list(map(id, parameters)) == self._ids()
         self._device, self._parameters = device, list(parameters)
@@ -138,7 +138,7 @@ class Graphs:
         """Its pass: its part of the loss, and what was beside the loss. The gradients are in
         .grad."""
         self.lends, self.new_bytes = False, 0
-        if self._is_off:
+        if self.is_off:
             return eager()
         try:
             key, tensors = flattened(samples)
@@ -352,14 +352,14 @@ class Graphs:
     # ---- what is said ----
 
     def _turn_off(self, why: str) -> None:
-        self._is_off = True
+        self.is_off = True
         self._tell(why)
 
     def _tell(self, why: str) -> None:
         if why in self._told:
             return
         self._told.append(why)
-        more = "; it runs without graphs from now on" if self._is_off else ""
+        more = "; it runs without graphs from now on" if self.is_off else ""
         warnings.warn(
             f"rebatch: graphs=True: {why}{more}", RuntimeWarning, stacklevel=user_stacklevel()
         )
