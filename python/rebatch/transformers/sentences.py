@@ -63,7 +63,7 @@ class EmbeddingStep(TrainingStep):
             return {**features, _EMBEDDING: left.pop(0)}
 
         with replaced(model, forward=made):
-            loss = self._loss(model, batch)
+            loss = self._loss(model, (batch, None, None, None))  # of _part(): without a weight
         if left:
             self._refuse_calls(len(rows))
         return loss
