@@ -117,6 +117,7 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     SET(MEMORY_LIMIT, pool->limit_bytes, entry->number);
     SET(MEMORY_LIMIT, pool->limit_permille, entry->permille);
     SET(MEMORY_HEADROOM, pool->headroom_bytes, entry->number);
+    SET(MEMORY_FLOOR, pool->floor_bytes, entry->number);
     SET(MEMORY_CACHING, pool->caching, toggle_of(entry));
     SET(MEMORY_REPLAY, pool->replay, toggle_of(entry));
     SET(MEMORY_OVERFLOW, pool->overflow, toggle_of(entry));

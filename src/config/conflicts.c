@@ -87,14 +87,16 @@ static rebatch_status check_sizes(const struct rebatch_config *config)
                                          : refuse_no_size(config, &limits);
 }
 
-/* A headroom beyond the limit in bytes was meant for another key, or another card. A limit that is
- * a share is known only when there is a device. */
+/* A headroom or a floor beyond the limit in bytes was meant for another key, or another card. A
+ * limit that is a share is known only when there is a device. */
 static rebatch_status check_memory(const struct rebatch_config *config)
 {
     const struct rbi_entry *e = config->entries;
     rebatch_status status = REBATCH_OK;
     if (e[RBI_MEMORY_LIMIT].number != 0)
         status = check_order(config, RBI_MEMORY_HEADROOM, RBI_MEMORY_LIMIT);
+    if (!status && e[RBI_MEMORY_LIMIT].number != 0)
+        status = check_order(config, RBI_MEMORY_FLOOR, RBI_MEMORY_LIMIT);
     if (!status && e[RBI_DEVICE_CAPACITY].number != 0)
         status = check_order(config, RBI_MEMORY_HEADROOM, RBI_DEVICE_CAPACITY);
     return status;

@@ -58,6 +58,10 @@ enum rbi_setting_kind {
     X(MEMORY_HEADROOM, .key = "memory.headroom", .kind = RBI_SIZE, .initial = "0",                 \
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "Memory left free on the device, for libraries and the driver.")                     \
+    X(MEMORY_FLOOR, .key = "memory.floor", .kind = RBI_SIZE, .initial = "0",                       \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "Memory that the pool reserves at once and does not give back, so that nobody "      \
+              "else takes it between two phases.")                                                 \
     X(MEMORY_CACHING, .key = "memory.caching", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Keep freed memory for later requests. false: every call goes to the device, "       \
               "for memory checkers.")                                                              \

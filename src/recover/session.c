@@ -118,7 +118,7 @@ static rebatch_status check_pool(const rebatch_options *o, rebatch_device *devic
                          rebatch_pool_device(o->existing_pool)->name, device->name);
     if (p->limit_bytes || p->limit_permille || p->headroom_bytes || p->caching ||
         p->rounding_divisions || p->events || p->keep_room_permille || p->replay || p->overflow ||
-        p->overflow_bytes)
+        p->overflow_bytes || p->floor_bytes)
         return rbi_error(REBATCH_E_INVALID,
                          "existing_pool and options for a new pool are both set: expected one");
     return REBATCH_OK;

@@ -1,6 +1,7 @@
 /* Owns the tests of growth: when the micro-batch grows again, how far, and what a failure costs.
  * Must not know more of the library than its public headers say. */
 #include <stdio.h>
+#include <string.h>
 
 #include "step_common.h"
 
@@ -132,6 +133,31 @@ Test(step_growth, it_grows_again_when_the_room_comes_back)
     rig_set_capacity(&rig, MIB(80));
     run_clean(&rig, 10);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+}
+
+Test(step_growth, it_grows_again_after_a_wake_into_less)
+{
+    OPEN(rig, rig, MIB(88), &OPTIONS(.grow_after = 2));
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    rig.script.sample_bytes = MIB(1);
+    void *weights;
+    OK(rebatch_pool_alloc(&weights, pool, MIB(8), NULL, 0));
+    memset(weights, 0x2f, MIB(8));
+    OK(rig_step(&rig, 64));
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+    OK(rebatch_pool_sleep(pool, NULL, NULL));
+    rig_set_capacity(&rig, MIB(28));
+    OK(rebatch_pool_wake(pool));
+    OK(rig_step(&rig, 64));
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    run_clean(&rig, 4);
+    OK(rebatch_pool_sleep(pool, NULL, NULL));
+    rig_set_capacity(&rig, MIB(88));
+    OK(rebatch_pool_wake(pool));
+    run_clean(&rig, 10);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+    cr_assert_eq(memcmp(weights, (char *)weights + 1, MIB(8) - 1), 0);
+    OK(rebatch_pool_free(pool, weights));
 }
 
 /* Lets every growth beyond 16 samples fail for a reason that the pool does not see. */

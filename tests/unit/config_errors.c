@@ -17,8 +17,8 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, replay, overflow, overflow_limit, keep_room, rounding, events or "  \
-    "yield"
+    "limit, headroom, floor, caching, replay, overflow, overflow_limit, keep_room, rounding, "     \
+    "events or yield"
 #define KEEP_ROOM                                                                                  \
     "expected text, a share such as \"90%\" of the memory that the pool holds or can get"
 #define ROUNDING "expected 0 or a power of two up to 256"
@@ -281,6 +281,9 @@ Test(config_errors, values_in_the_wrong_order)
         {"memory = { headroom = \"2GiB\";\n limit = \"1GiB\"; };",
          "memory.headroom is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
          "memory.headroom <= memory.limit"},
+        {"memory = { floor = \"2GiB\";\n limit = \"1GiB\"; };",
+         "memory.floor is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
+         "memory.floor <= memory.limit"},
     };
     EXPECT_MISTAKES(list);
 }
@@ -572,8 +575,8 @@ Test(config_errors, variables)
          "REBATCH_MEMORY_LIMT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},
         {"REBATCH_MEMROY_LIMIT", "5",
          "REBATCH_MEMROY_LIMIT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},
-        {"REBATCH_MEMORY_COLOUR", "5",
-         "REBATCH_MEMORY_COLOUR is not a setting's variable: expected " MEMORY_KEYS " "
+        {"REBATCH_MEMORY_PURPLE", "5",
+         "REBATCH_MEMORY_PURPLE is not a setting's variable: expected " MEMORY_KEYS " "
          "in "
          "group memory"},
         {"REBATCH_GROWTH", "off",

@@ -434,6 +434,27 @@ Test(pool_sleep, refuses_where_memory_is_at_work_and_wrong_arguments)
     assert_valid(rig.pool);
 }
 
+static void sleep_and_wake(void *user)
+{
+    (void)put_to_sleep(user, NULL);
+    wake(user);
+}
+
+Test(pool_sleep, a_task_may_sleep_within_a_session_s_step)
+{
+    AUTO_RIG rig = rig_open(64, NULL);
+    uint64_t *const block = take_numbered(rig.pool, 8 * PAGE, 1, 0);
+    const rebatch_scope scope = begin_own(rig.pool);
+    struct rbi_pool_task task = {sleep_and_wake, rig.pool};
+    cr_assert(rbi_pool_post_task(rig.pool, &task));
+    rbi_pool_run_task(rig.pool);
+    cr_assert_not(rbi_pool_withdraw_task(rig.pool, &task), "it has run");
+    assert_refused(rebatch_pool_sleep(rig.pool, NULL, NULL), REBATCH_E_STATE, "a session's step");
+    commit(rig.pool, scope);
+    assert_numbered(block, 8 * PAGE, 1);
+    give(rig.pool, block);
+}
+
 Test(pool_sleep, needs_virtual_memory)
 {
     AUTO_RIG rig = rig_open_plain(64, NULL);

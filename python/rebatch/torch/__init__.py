@@ -41,6 +41,7 @@ from rebatch.torch.allocator.install import (
     tag,
     yield_to,
 )
+from rebatch.torch.allocator.sleep import sleep, wake
 from rebatch.torch.backward import Backward
 from rebatch.torch.batches.balance import balance
 from rebatch.torch.batches.outputs import Mean, Sum
@@ -88,9 +89,11 @@ __all__ = [
     "is_oom",
     "map",
     "offload",
+    "sleep",
     "snapshot",
     "stats",
     "summary",
     "tag",
+    "wake",
     "yield_to",
 ]

@@ -677,6 +677,21 @@ FRONT_API rebatch_status rebatch_torch_pool(rebatch_pool **out, int device)
     return open_pool(out, device);
 }
 
+// The same where it is open; else NULL.
+FRONT_API rebatch_pool *rebatch_torch_find_pool(int device)
+{
+    return find_pool(device);
+}
+
+// What the native allocator holds of the GPUs that have a pool.
+FRONT_API uint64_t rebatch_torch_native_bytes(void)
+{
+    uint64_t bytes = 0;
+    for (int device = 0; device < MOST_DEVICES; device++)
+        bytes += find_pool(device) ? native_bytes(device) : 0;
+    return bytes;
+}
+
 // Make an arena of a GPU's pool for graphs that are captured with the id of a MempoolId_t, or a
 // shared one for what is allocated with that id.
 FRONT_API rebatch_status rebatch_torch_make_arena(rebatch_arena **out, int device, bool is_shared,

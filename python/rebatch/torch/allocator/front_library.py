@@ -31,6 +31,8 @@ FUNCTIONS = [
     ("rebatch_torch_set_limit", ctypes.c_int, [ctypes.c_size_t, ctypes.c_uint32]),
     ("rebatch_torch_pool_count", ctypes.c_int, []),
     ("rebatch_torch_pool", ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int]),
+    ("rebatch_torch_find_pool", ctypes.c_void_p, [ctypes.c_int]),
+    ("rebatch_torch_native_bytes", ctypes.c_uint64, []),
     (
         "rebatch_torch_make_arena",
         ctypes.c_int,

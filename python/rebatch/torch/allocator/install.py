@@ -37,6 +37,7 @@ def install(
     events: int | None = None,
     replay: bool | None = None,
     rounding_divisions: int | None = None,
+    floor: int | str | None = None,
 ) -> None:
     """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.
 
@@ -56,6 +57,8 @@ def install(
         rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0:
             to 512 bytes only. Default: roundup_power2_divisions of PYTORCH_ALLOC_CONF, else 0.
             Settings there that do not reach the pool are named in a warning.
+        floor: memory that the pool of each GPU reserves with its first allocation, in bytes or as
+            text, and gives back only in sleep() and on request; at most the limit. 0: none.
 
     With the environment variable PYTORCH_NO_CUDA_MEMORY_CACHING, every call goes to the device, as
     in PyTorch.
@@ -72,7 +75,7 @@ def install(
             any more.
     """
     global _front_library
-    given = _members(limit, headroom, events, replay, rounding_divisions)
+    given = _members(limit, headroom, events, replay, rounding_divisions, floor)
     first = {**_pytorchs_members(), **given}
     options = _pool_options(first)
     with _install_lock:
@@ -125,6 +128,7 @@ def _members(
     events: int | None,
     replay: bool | None,
     rounding_divisions: int | None,
+    floor: _Size,
 ) -> dict[str, int]:
     """The members of PoolOptions that the arguments of install() set."""
     members = {}
@@ -132,6 +136,8 @@ def _members(
         members["limit_bytes"], members["limit_permille"] = _library.parse_size(limit)
     if headroom is not None:
         members["headroom_bytes"] = _bytes("headroom", headroom)
+    if floor is not None:
+        members["floor_bytes"] = _bytes("floor", floor)
     if events is not None:
         members["events"] = events
     if rounding_divisions is not None:
@@ -186,6 +192,11 @@ def _pool_options(members: dict[str, int]) -> _library.PoolOptions:
     for name, most in zip(("limit_bytes", "limit_permille"), _environment_limit()):
         if most:
             setattr(options, name, min(getattr(options, name) or most, most))
+    if 0 < options.limit_bytes < options.floor_bytes:
+        raise ValueError(
+            f"rebatch: floor is {options.floor_bytes} bytes: expected at most the limit, "
+            f"{options.limit_bytes}"
+        )
     return options
 
 

@@ -1,0 +1,107 @@
+"""Gives the memory of rebatch's pools to the GPU's other users for a while: sleep() and wake()."""
+
+import ctypes
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from rebatch import _library
+from rebatch._library import lib
+from rebatch.torch.allocator import install
+
+
+def _pools() -> list[int]:
+    """The pools of this process. Raises RuntimeError before install()."""
+    if install.front() is None:
+        install.pool()  # which says so
+    devices = range(torch.cuda.device_count())
+    return [pool for device in devices if (pool := install.front().rebatch_torch_find_pool(device))]
+
+
+def _names(pool: int) -> list[str]:
+    """The names of a pool's tags, by number."""
+    names: list[str] = []
+    usage = _library.TagUsage()
+    while lib.rebatch_pool_get_tag_usage(ctypes.byref(usage), pool, len(names)) == 0:
+        names.append(usage.name.decode(errors="replace"))
+    return names
+
+
+def _numbers(pool: int, option: str, tags: Sequence[str]) -> ctypes.Array[ctypes.c_uint16]:
+    """The numbers of tags. Raises ValueError for one that nothing was allocated with."""
+    if isinstance(tags, str):
+        raise TypeError(f'rebatch: {option} is {tags!r}: expected a tuple of tags, ("{tags}",)')
+    names = _names(pool)
+    for tag in tags:
+        if tag[:31] not in names:
+            raise ValueError(
+                f"rebatch: {option} has {tag!r}: expected a tag of rebatch.tag(), of which there "
+                f"are {', '.join(map(repr, names[1:])) or 'none'}"
+            )
+    return (ctypes.c_uint16 * len(tags))(*(names.index(tag[:31]) for tag in tags))
+
+
+def _tell(_user: object) -> None:
+    print(
+        "rebatch: memory is asked for while the pool sleeps: the call waits for rebatch.wake()",
+        file=sys.stderr,
+    )
+
+
+_on_wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_tell)
+
+
+def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
+    """Give the memory of all GPUs' pools to others, until wake(); addresses stay.
+
+    Call it between two steps. The contents of all tensors are copied to pinned host memory, but
+    for those that were allocated within `with rebatch.tag(name)` of a name in `keep` or `drop`.
+    Until wake() only tensors of `keep` may be used. A step, a map and an allocation wait for
+    wake() in another thread, and say so once on stderr; freeing a tensor does not wait. A second
+    call puts more to sleep.
+
+    It returns what was done, in bytes: `released_bytes` went back to the GPUs, `copied_bytes` of
+    them were copied, `held_bytes` are still held, of which `kept_bytes` are in tensors of `keep`.
+    `native_bytes` is what PyTorch's own allocator, whose cache is emptied, holds beside the pools:
+    CUDA graphs, MemPools and what was allocated before install().
+
+    Args:
+        keep: tags of tensors that stay on the GPU.
+        drop: tags of tensors whose contents are undefined afterwards, and are not copied.
+
+    Raises:
+        ValueError: there is no such tag.
+        Error: the pool cannot sleep now, for example within a step; nothing is asleep then that was
+            not before, on the GPU that it concerns.
+        RuntimeError: before install().
+    """
+    pools = _pools()
+    chosen = [(_numbers(pool, "keep", keep), _numbers(pool, "drop", drop)) for pool in pools]
+    torch.cuda.empty_cache()  # of PyTorch's own allocator
+    total = dict.fromkeys((field[0] for field in _library.SleepReport._fields_), 0)
+    for pool, (kept, dropped) in zip(pools, chosen):
+        options = _library.SleepOptions(
+            keep=kept, keep_count=len(kept), drop=dropped, drop_count=len(dropped), on_wait=_on_wait
+        )
+        report = _library.SleepReport()
+        _library.check(lib.rebatch_pool_sleep(pool, options, ctypes.byref(report)))
+        for name in total:
+            total[name] += getattr(report, name)
+    total["native_bytes"] = install.front().rebatch_torch_native_bytes()
+    return total
+
+
+def wake() -> None:
+    """End sleep() on all GPUs: memory is mapped at all addresses in use, and contents come back.
+
+    With less memory than before it succeeds as long as the tensors in use fit; the next
+    micro-batches are smaller, and grow back.
+
+    Raises:
+        Error: a GPU has no room for the tensors in use. Nothing is lost, and wake() may be called
+            again.
+        RuntimeError: before install().
+    """
+    for pool in _pools():
+        _library.check(lib.rebatch_pool_wake(pool))

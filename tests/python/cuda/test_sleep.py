@@ -1,0 +1,133 @@
+"""sleep() and wake() under install(), and the floor. On the stand-in memory has contents, so bits
+are looked at there too, where sums run on the host."""
+
+import pytest
+
+from test_install import child, compiled, run  # noqa: F401, compiled is a fixture
+
+BEGIN = (
+    "import rebatch.torch as rebatch\n"
+    "rebatch.install(limit='512MiB')\n"
+    "def free():\n"
+    "    return torch.cuda.mem_get_info()[0] // MIB\n"
+    "with rebatch.tag('weights'):\n"
+    "    weights = torch.arange(4 * MIB, dtype=torch.int32).cuda()\n"
+    "with rebatch.tag('cache'):\n"
+    "    cache = tensor(64 * MIB)\n"
+    "moments = torch.arange(8 * MIB, dtype=torch.int32).cuda()\n"
+    "address = moments.data_ptr()\n"
+)
+
+
+def test_what_sleeps_is_others_and_comes_back():
+    script = BEGIN + (
+        "before = free()\n"
+        "slept = rebatch.sleep(keep=('weights',), drop=('cache',))\n"
+        "print(slept['released_bytes'] // MIB, slept['copied_bytes'] // MIB,\n"
+        "      slept['held_bytes'] // MIB, slept['kept_bytes'] // MIB, free() - before)\n"
+        "print(int(weights.cpu().long().sum()))\n"
+        "rebatch.wake()\n"
+        "same = bool((moments.cpu() == torch.arange(8 * MIB)).all())\n"
+        "print(moments.data_ptr() == address, same)\n"
+        "cache.zero_()\n"
+        "print(rebatch.stats()['asleep_bytes'])\n"
+    )
+    lines = child(script).splitlines()
+    released, copied, held, kept, gained = map(int, lines[0].split())
+    assert (copied, kept) == (32, 16) and released >= 96 and held <= 20 and gained >= 96
+    assert lines[1:] == [str(sum(range(4 << 20))), "True True", "0"]
+
+
+def test_an_allocation_waits_for_the_wake_and_says_so():
+    script = BEGIN + (
+        "import threading\n"
+        "rebatch.sleep()\n"
+        "made = []\n"
+        "thread = threading.Thread(target=lambda: made.append(tensor(MIB)))\n"
+        "thread.start()\n"
+        "thread.join(0.3)\n"
+        "print(thread.is_alive(), made)\n"
+        "rebatch.wake()\n"
+        "thread.join()\n"
+        "print(len(made))\n"
+    )
+    result = run(script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["True []", "1"]
+    assert result.stderr.count("the call waits for rebatch.wake()") == 1
+
+
+def test_a_wake_without_the_memory_may_be_repeated():
+    script = BEGIN + (
+        "rebatch.sleep(drop=('cache',))\n"
+        "rebatch.install(limit='64MiB')\n"
+        "try:\n"
+        "    rebatch.wake()\n"
+        "except rebatch.Error as error:\n"
+        "    print(error)\n"
+        "del cache\n"
+        "rebatch.wake()\n"
+        "print(bool((moments.cpu() == torch.arange(8 * MIB)).all()))\n"
+    )
+    lines = child(script).splitlines()
+    assert "the blocks in use need" in lines[0] and lines[1] == "True"
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        ("sleep(keep=('wieghts',))", "keep has 'wieghts': expected a tag of rebatch.tag(), of "),
+        ("sleep(drop='cache')", "drop is 'cache': expected a tuple of tags"),
+        ("install(floor='1GiB')", "floor is 1073741824 bytes: expected at most the limit, 5368709"),
+    ],
+)
+def test_wrong_arguments(call, text):
+    script = BEGIN + (
+        "try:\n"
+        f"    rebatch.{call}\n"
+        "except (ValueError, TypeError) as error:\n"
+        "    print(error)\n"
+    )
+    assert text in child(script)
+
+
+def test_a_floor_stays_reserved():
+    script = (
+        "import rebatch.torch as rebatch\n"
+        "rebatch.install(floor='96MiB')\n"
+        "x = tensor(MIB)\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB)\n"
+        "torch.cuda.empty_cache()\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB, rebatch.stats()['floor_bytes'] // MIB)\n"
+        "rebatch.sleep()\n"
+        "print(rebatch.stats()['reserved_bytes'])\n"
+        "rebatch.wake()\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB, 'floor_bytes' in rebatch.summary())\n"
+    )
+    assert child(script).splitlines() == ["96", "96 96", "0", "96 True"]
+
+
+def test_a_step_goes_on_after_a_wake_and_is_no_place_to_sleep():
+    script = (
+        "import rebatch.torch as rebatch\n"
+        "rebatch.install()\n"
+        "model = torch.nn.Linear(1024, 1024, device='cuda')\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "refused = []\n"
+        "def loss_fn(model, x):\n"
+        "    try:\n"
+        "        rebatch.sleep()\n"
+        "    except rebatch.Error as error:\n"
+        "        refused.append(str(error))\n"
+        "    return model(x).mean()\n"
+        "train_step = rebatch.Step(model, optimizer, loss_fn)\n"
+        "x = torch.ones(8, 1024, device='cuda')\n"
+        "train_step(x)\n"
+        "address = model.weight.data_ptr()\n"
+        "print(rebatch.sleep()['held_bytes'])\n"
+        "rebatch.wake()\n"
+        "train_step(x)\n"
+        "print(model.weight.data_ptr() == address, refused[-1])\n"
+    )
+    lines = child(script).splitlines()
+    assert lines[0] == "0" and lines[1].startswith("True rebatch: a session's step is running")
