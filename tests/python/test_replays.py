@@ -443,7 +443,7 @@ def own_recorder(monkeypatch):
     """makes CUDA's Recorder, of a CUDA that does nothing."""
     if models.DEVICE.type != "cpu":
         pytest.skip("replaces what a GPU has")
-    for name in ("torch", "clear_cublas_workspaces", "get_device_index", "end_failed_capture"):
+    for name in ("torch", "clear_cublas_workspaces", "get_device_index", "end_allocating"):
         monkeypatch.setattr(recorder_module, name, unittest.mock.MagicMock())
     return recorder_module.Recorder
 

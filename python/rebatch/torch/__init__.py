@@ -32,6 +32,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
 
 from rebatch import Error, __version__
 from rebatch.fit.again import Fit
+from rebatch.torch.allocator.exports import Export, export, exportable, map_export
 from rebatch.torch.allocator.install import (
     install,
     installed,
@@ -69,6 +70,7 @@ __all__ = [
     "CutWarning",
     "Error",
     "Exhausted",
+    "Export",
     "Finding",
     "Fit",
     "Map",
@@ -83,11 +85,14 @@ __all__ = [
     "__version__",
     "balance",
     "checkpointing",
+    "export",
+    "exportable",
     "find_batch_size",
     "install",
     "installed",
     "is_oom",
     "map",
+    "map_export",
     "offload",
     "sleep",
     "snapshot",

@@ -86,7 +86,7 @@ __all__ = [
     "chunk_cat",
     "default_device_context",
     "empty_parametrizations",
-    "end_failed_capture",
+    "end_allocating",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -128,9 +128,14 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def end_failed_capture(device: int, pool: Any) -> None:
-    """What CUDAGraph.capture_end() leaves undone where CUDA has invalidated the capture: the
-    allocator serves the pool's id no more, and the pool's memory is free."""
+def begin_allocating(device: int, pool: Any) -> None:
+    """What this thread allocates comes from the pool with that id."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+
+
+def end_allocating(device: int, pool: Any) -> None:
+    """The end of that. It is also what CUDAGraph.capture_end() leaves undone where CUDA has
+    invalidated the capture."""
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)
 

@@ -22,7 +22,7 @@ struct card {
     int processor_threads = 2048, processor_blocks = 32;
     int shared_most = 166912, shared_processor = 167936;
     int l2_bytes = 40 << 20, bus_bits = 5120, clock_khz = 1410000;
-    int virtual_memory = 1, integrated = 0;
+    int virtual_memory = 1, integrated = 0, file_descriptors = 1;
 };
 
 void set(card &c, const char *name, const char *value)
@@ -42,6 +42,7 @@ void set(card &c, const char *name, const char *value)
         {"bus_bits", &c.bus_bits},
         {"clock_khz", &c.clock_khz},
         {"virtual_memory", &c.virtual_memory},
+        {"file_descriptors", &c.file_descriptors},
         {"integrated", &c.integrated},
     };
     if (strcmp(name, "name") == 0)
@@ -121,6 +122,8 @@ int attribute_of(const card &c, int asked)
         return c.integrated;
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
         return c.virtual_memory;
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+        return c.file_descriptors;
     default:
         return 0;
     }

@@ -192,6 +192,23 @@ STANDIN_API CUresult cuMemRelease(CUmemGenericAllocationHandle physical)
     return RESULT(drop(physical));
 }
 
+STANDIN_API CUresult cuMemExportToShareableHandle(void *fd, CUmemGenericAllocationHandle physical,
+                                                  CUmemAllocationHandleType type,
+                                                  unsigned long long)
+{
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return RESULT(export_physical((int *)fd, physical));
+}
+
+STANDIN_API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *fd,
+                                                    CUmemAllocationHandleType type)
+{
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return RESULT(import_physical(out, (int)(intptr_t)fd));
+}
+
 STANDIN_API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment,
                                          CUdeviceptr wish, unsigned long long)
 {

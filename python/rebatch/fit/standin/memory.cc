@@ -4,11 +4,13 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <initializer_list>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "standin.h"
@@ -30,6 +32,7 @@ struct physical {
     off_t offset;
     int gpu; /* -1: memory of the host */
     int uses;
+    int file; /* of another process, which counts the memory; -1: the own one */
 };
 
 struct mapping {
@@ -147,8 +150,13 @@ void lose_use(state &s, std::map<unsigned long long, physical>::iterator found)
     physical &p = found->second;
     if (--p.uses > 0)
         return;
-    give(s, p.bytes, p.gpu);
-    (void)fallocate(s.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p.offset, (off_t)p.bytes);
+    if (p.file >= 0) {
+        (void)close(p.file);
+    } else {
+        give(s, p.bytes, p.gpu);
+        (void)fallocate(s.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p.offset,
+                        (off_t)p.bytes);
+    }
     s.physicals.erase(found);
 }
 
@@ -292,8 +300,39 @@ code create(unsigned long long *out, size_t bytes, int gpu)
         give(s, bytes, gpu);
         return OUT_OF_MEMORY;
     }
-    s.physicals[++s.last_handle] = {bytes, s.file_end, gpu, 1};
+    s.physicals[++s.last_handle] = {bytes, s.file_end, gpu, 1, -1};
     s.file_end += (off_t)bytes;
+    *out = s.last_handle;
+    return OK;
+}
+
+/* A descriptor of the file whose position is where the memory lies: positions go to other processes
+ * with it. */
+code export_physical(int *fd, unsigned long long handle)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.physicals.find(handle);
+    if (found == s.physicals.end() || found->second.file >= 0)
+        return INVALID;
+    const std::string path = "/proc/self/fd/" + std::to_string(s.file);
+    *fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (*fd < 0)
+        return NOT_SUPPORTED;
+    lseek(*fd, found->second.offset, SEEK_SET);
+    return OK;
+}
+
+code import_physical(unsigned long long *out, int fd)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    struct stat file;
+    const off_t offset = lseek(fd, 0, SEEK_CUR);
+    const int own = offset < 0 || fstat(fd, &file) ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (own < 0)
+        return INVALID;
+    s.physicals[++s.last_handle] = {(size_t)(file.st_size - offset), offset, 0, 1, own};
     *out = s.last_handle;
     return OK;
 }
@@ -357,7 +396,8 @@ code map(uintptr_t address, size_t bytes, size_t offset, unsigned long long hand
         (next != s.mapped.end() && next->first < address + bytes) ||
         find_around(s.mapped, address, [](const mapping &m) { return m.bytes; }) != s.mapped.end())
         return INVALID;
-    if (mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, s.file,
+    const int file = found->second.file < 0 ? s.file : found->second.file;
+    if (mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file,
              found->second.offset + (off_t)offset) == MAP_FAILED)
         return OUT_OF_MEMORY;
     found->second.uses++;

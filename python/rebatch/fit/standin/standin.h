@@ -84,6 +84,8 @@ owner owner_of(const void *address);
 code create(unsigned long long *out, size_t bytes, int gpu);
 bool has_host_memory(void);
 code drop(unsigned long long physical);
+code export_physical(int *fd, unsigned long long physical);
+code import_physical(unsigned long long *out, int fd);
 code reserve(uintptr_t *out, size_t bytes, size_t alignment, uintptr_t wish);
 code unreserve(uintptr_t address, size_t bytes);
 code map(uintptr_t address, size_t bytes, size_t offset, unsigned long long physical);

@@ -1,6 +1,7 @@
 """Memory of captured CUDA graphs in rebatch's pool, which is lent between their replays."""
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -55,6 +56,19 @@ class Arena:
         out = _library.ArenaStats()
         _library.check(lib.rebatch_arena_get_stats(ctypes.byref(out), self._arena))
         return {field[0]: getattr(out, field[0]) for field in out._fields_}
+
+    def export(self) -> tuple[int, Any]:
+        """The first address, and what another process can map there, with open descriptors."""
+        address, count = ctypes.c_void_p(), ctypes.c_size_t()
+        while True:
+            room = count.value
+            pieces = (_library.ExportPiece * room)()
+            status = lib.rebatch_arena_export(
+                ctypes.byref(address), pieces, room, ctypes.byref(count), self._arena
+            )
+            if count.value <= room:
+                _library.check(status)
+                return address.value or 0, pieces
 
     def drop(self) -> None:
         """Give all back, but for tensors that still use it, whose memory comes back with them. Its

@@ -273,7 +273,8 @@ class Front final : public Forward
     {
         TORCH_CHECK(owner_of(pointer, nullptr) < 0,
                     "rebatch: memory of rebatch's pool cannot be shared with another process; "
-                    "allocate the tensor within torch.cuda.use_mem_pool(torch.cuda.MemPool())");
+                    "allocate the tensor within torch.cuda.use_mem_pool(torch.cuda.MemPool()), or "
+                    "within `with rebatch.exportable(tag)` for rebatch.export(tag)");
         return inner_->shareIpcHandle(pointer);
     }
     // Kernels of `device` will use the memory of `to`.

@@ -36,7 +36,13 @@ FUNCTIONS = [
     (
         "rebatch_torch_make_arena",
         ctypes.c_int,
-        [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64],
+        [
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.c_int,
+            ctypes.c_bool,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+        ],
     ),
     ("rebatch_torch_drop_arena", None, [ctypes.c_void_p]),
     ("rebatch_torch_refused_frees", ctypes.c_uint64, []),

@@ -16,7 +16,7 @@ from rebatch.torch.allocator.arenas import Arena
 from rebatch.torch.allocator.install import installed
 from rebatch.torch.private import (
     clear_cublas_workspaces,
-    end_failed_capture,
+    end_allocating,
     get_device_index,
 )
 
@@ -126,7 +126,7 @@ class Recorder:
                 graph.capture_end()
             except Exception:
                 with contextlib.suppress(Exception):
-                    end_failed_capture(get_device_index(self._device), self._pool)
+                    end_allocating(get_device_index(self._device), self._pool)
                 for generator, state in states:  # the other one waits for the capture's end
                     generator.graphsafe_set_state(state)
             self.drop()  # before the graph is deleted
