@@ -135,8 +135,12 @@ class Rebatch(Callback):
         if stage == "fit":
             _refuse_what_cannot_work(trainer, pl_module)
         if trainer.world_size == 1 and trainer.strategy.root_device.type in ("cpu", "cuda"):
-            self._evaluation = _Evaluation(trainer, self._options)
+            self._evaluation = _Evaluation(trainer, self._options, self._ran_out)
             self._evaluation.attach()
+
+    def _ran_out(self) -> None:
+        if self._step:
+            self._step.backward.ran_out()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._end_evaluation()
@@ -388,10 +392,10 @@ class _TrainingStep:
 class _Evaluation:
     """Takes the place of what a Trainer runs for a batch without training."""
 
-    def __init__(self, trainer: Any, options: Dict[str, Any]):
+    def __init__(self, trainer: Any, options: Dict[str, Any], ran_out: Callable[[], None]):
         self._strategy, self._module = trainer.strategy, trainer.lightning_module
         self._cut = cut_of(dict(options))
-        self._parts, self.length = Parts(self, options), self._cut.length
+        self._parts, self.length = Parts(self, options, ran_out), self._cut.length
         self._records: Any = None
 
     def attach(self) -> None:

@@ -84,6 +84,7 @@ def hf_trainer(folder, graphs, frozen, base=None, micro=4, kind="gpt", callback=
         disable_tqdm=True,
         **options,
     )
+    args._n_gpu = min(1, args.n_gpu)  # without DataParallel
     replayed = []
 
     class Trainer(RebatchMixin, base or transformers.Trainer):
@@ -184,6 +185,20 @@ def test_a_number_of_the_trainer_that_a_callback_changes_is_read_again(tmp_path,
     kind = trainer_with(compute_loss=compute_loss)
     replayed, said = hf_both(tmp_path, frozen, base=kind, callback=Changes)
     assert replayed[5] and not replayed[6] and not said
+
+
+def test_an_evaluation_of_transformers_gets_the_memory_of_graphs(tmp_path, frozen):
+    trainer, _ = hf_trainer(tmp_path, True, frozen)
+    graphs = trainer._rebatch.backward._training.callbacks.graphs
+    assert graphs._held
+
+    def short(*_):
+        if graphs._held:
+            models.out_of_memory(None)
+
+    trainer.model.register_forward_pre_hook(short)
+    trainer.evaluate(trainer.train_dataset)
+    assert not graphs._held
 
 
 # ---- accelerate ----
@@ -356,3 +371,22 @@ def test_a_number_of_the_module_that_changes_is_read_again(frozen):
 
     replayed, said = pl_both(frozen, kind=pl_net(on_train_batch_start=on_train_batch_start))
     assert replayed[5] and not replayed[6] and not said
+
+
+def test_an_evaluation_of_lightning_gets_the_memory_of_graphs(frozen):
+    from test_lightning import batches
+
+    steps = []
+
+    def validation_step(self, batch, batch_idx):
+        graphs = steps[0]._training.callbacks.graphs
+        if graphs._held:
+            models.out_of_memory(None)
+        return self.net(batch[0])
+
+    (module, *_), replayed = pl_fit(True, frozen, kind=pl_net(validation_step=validation_step))
+    (callback,) = [c for c in module.trainer.callbacks if hasattr(c, "numbers")]
+    steps.append(callback._step.backward)
+    assert replayed[-1] and steps[0]._training.callbacks.graphs._held
+    module.trainer.validate(module, batches(1), verbose=False)
+    assert not steps[0]._training.callbacks.graphs._held

@@ -20,7 +20,7 @@ class PredictionStep:
 
     def __init__(self, trainer: Any, plain: Callable[..., Any], training: TrainingStep, cut: Cut):
         self._trainer, self._plain, self._training = trainer, plain, training
-        self._cut, self._parts = cut, Parts(cut, training.options)
+        self._cut, self._parts = cut, Parts(cut, training.options, training.ran_out)
 
     def __call__(
         self, model: Any, inputs: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]

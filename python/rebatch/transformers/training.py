@@ -75,6 +75,11 @@ class TrainingStep:
         with self._cut.saying_why():
             return self.backward(inputs)
 
+    def ran_out(self) -> None:
+        """Of memory, beside the batches."""
+        if self.backward:
+            self.backward.ran_out()
+
     def _guard_update(self) -> None:
         """The Trainer calls these after the last batch of an update."""
         if self._replaced:

@@ -78,6 +78,10 @@ class TrainerBackward(Backward):
         """The pass that runs."""
         return self._training.running.is_captured
 
+    def ran_out(self) -> None:
+        """Of memory, beside the batches."""
+        self._training.callbacks.ran_out()
+
     @property
     def samples(self) -> int:
         """Of the batch that runs."""

@@ -18,10 +18,11 @@ _OPTIONS = ("log_level", "log_file", "log_format")
 
 class Parts:
     """Calls functions on the samples of a batch, without gradients. A call that runs out of memory
-    is repeated with fewer samples, and so are the next calls of the same key."""
+    is repeated with fewer samples, and so are the next calls of the same key. Before that,
+    ran_out() gives back memory that the training keeps."""
 
-    def __init__(self, cut: Cuts, options: Dict[str, Any]):
-        self._cut = cut
+    def __init__(self, cut: Cuts, options: Dict[str, Any], ran_out: Callable[[], None]):
+        self._cut, self._ran_out = cut, ran_out
         self._options = {name: options[name] for name in _OPTIONS if name in options}
         self._session: Optional[Session] = None
         self.report = MapReport()
@@ -40,7 +41,7 @@ class Parts:
             options = session_options(**self._options)
             self._session = Session(device, options, guards=[Generators(devices)])
         results, self.report, status = run_map(
-            self._session, function, batch, samples, key, self._cut
+            self._session, function, batch, samples, key, self._cut, self._ran_out
         )
         self._session.raise_failure(status)
         return results
