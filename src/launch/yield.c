@@ -148,6 +148,12 @@ static void end_with_held(struct rbi_client *client, struct rbi_text *t)
     rbi_client_end(client, t);
 }
 
+/* On request, or by the program. The lock is held. */
+static bool is_asleep(void)
+{
+    return yield.is_asleep || read_stats().asleep_bytes > 0;
+}
+
 /* No step runs, and none has for a while. */
 static bool has_stopped(uint64_t since_ns, uint64_t now)
 {
@@ -172,15 +178,15 @@ static void say_status(struct rbi_client *client)
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
     const rebatch_pool_stats stats = read_stats();
-    const bool trains = !yield.is_asleep && !has_stopped(0, rbi_now_ns());
+    const bool sleeps = is_asleep(), trains = !sleeps && !has_stopped(0, rbi_now_ns());
     const uint64_t period = yield.period_ns;
     const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
     rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
     rbi_text_add_json(&t, yield.command);
     rbi_text_add(&t, ", \"state\": \"%s\"",
-                 yield.is_asleep ? "asleep"
-                 : trains        ? "training"
-                                 : "not in a step");
+                 sleeps   ? "asleep"
+                 : trains ? "training"
+                          : "not in a step");
     rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
                  stats.reserved_bytes, stats.live_bytes);
     add_known(&t, "needs_bytes", yield.needs);
@@ -318,7 +324,7 @@ static void take_request(struct rbi_client *client)
         rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB, sleep or "
                          "wake");
         refuse(client, text);
-    } else if (yield.is_asleep)
+    } else if (is_asleep())
         refuse(client, "it sleeps: expected wake");
     else if (!yield.asking && is_give)
         give(client, line + 5);

@@ -338,6 +338,38 @@ Test(yield, two_clients_at_once_are_both_answered)
     cr_expect_leq(held_by(&rig), before - MIB(8));
 }
 
+Test(yield, the_program_may_put_its_pool_to_sleep_itself)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    OK(rebatch_pool_sleep(rebatch_get_pool(rig.rb), NULL, NULL));
+    ASK(text, "status");
+    HAS(text, "\"state\": \"asleep\"");
+    ASK(text, "give 4MiB");
+    HAS(text, "no: it sleeps");
+    ASK(text, "wake");
+    HAS(text, "holds 8.00 MiB");
+}
+
+/* ---- short of memory ---- */
+
+Test(yield, a_step_is_short_of_memory_when_that_has_made_it_smaller_and_no_option_has)
+{
+    rebatch_step_report report;
+    OPEN(rig, rig, NULL);
+    rebatch *chosen;
+    OK(rebatch_open(&chosen, rig.device, &OPTIONS(.micro_start = 4, .growth = REBATCH_OFF)));
+    rebatch *const whole = rig.rb;
+    rig.rb = chosen;
+    OK(rebatch_step(chosen, &rig.ops, BATCH, &rig, &report));
+    cr_expect(report.micro == 4 && report.short_of_memory <= 0);
+    rebatch_close(chosen);
+    rig.rb = whole;
+    OK(rebatch_pool_set_limit(rebatch_get_pool(whole), WEIGHTS + 8 * SAMPLE));
+    OK(rebatch_step(whole, &rig.ops, BATCH, &rig, &report));
+    cr_expect(report.micro == 8 && report.short_of_memory > 0);
+}
+
 /* ---- the reference model ---- */
 
 static void *ask_for_half(void *text)
@@ -575,6 +607,10 @@ Test(yield, a_killed_owner_leaves_a_socket_that_whoever_comes_next_removes)
           "another process answers");
     kill_owner(next);
 
+    const pid_t asleep = start_owner(false);
+    ASK(text, "sleep");
+    HAS(text, "ok: ");
+    kill_owner(asleep);
     char own[80];
     (void)snprintf(own, sizeof own, "%s/rebatch", folder);
     cr_assert_eq(mkdir(own, 0700), 0);
