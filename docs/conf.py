@@ -29,6 +29,7 @@ NAVIGATION = {
         "docs/check",
         "docs/run",
         "docs/preload",
+        "docs/sharing",
         "docs/snapshot",
     ],
     "Reference": [

@@ -1,5 +1,5 @@
 /** @file sharing.h
- *  Memory of a pool that is given to others for a while: sleep, give, wake.
+ *  Memory of a pool for others: sleep, give, wake, export.
  *
  *  A pool that sleeps gives its memory to the device's other users and keeps its addresses; one
  *  that gives lowers what it may hold. rebatch_pool_wake() ends both. docs/sharing.md shows a
