@@ -43,9 +43,9 @@ def of_loss(loss_fn):
     return lambda model, rows, batch: loss_fn(getattr(model, "module", model), rows, batch)
 
 
-def gradients(kind, caps, options, wraps):
+def gradients(kind, caps, options, wraps, passes):
     """Beside the gradients of one process with the samples of both ranks, with memory for so many
-    samples on each rank."""
+    samples on each rank, in both passes or in the second."""
     embed, loss_fn = labelled(kind)
     batch, reference = batch_of(sum(SPLIT)), Pair().double()
     expected, theirs = test_embed.uncut(reference, embed, loss_fn, batch)
@@ -57,7 +57,7 @@ def gradients(kind, caps, options, wraps):
     backward = rebatch.Backward(
         model,
         of_loss(loss_fn),
-        embed=limited(of_ddp(embed), caps[dist.get_rank()]),
+        embed=limited(of_ddp(embed), caps[dist.get_rank()], passes),
         growth=False,
         log_level="quiet",
         group_timeout=60.0,

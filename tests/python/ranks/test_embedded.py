@@ -12,16 +12,17 @@ def run(function, *arguments, **options):
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(
-    "caps, options, wraps",
+    "caps, options, wraps, passes",
     [
-        ((99, 99), {}, True),
-        ((5, 3), {}, True),
-        ((14, 4), {"gradients": "inplace"}, False),
+        ((99, 99), {}, True, "both"),
+        ((5, 3), {}, True, "both"),
+        ((5, 3), {}, True, "second"),
+        ((14, 4), {"gradients": "inplace"}, False, "second"),
     ],
 )
-def test_gradients_are_those_of_one_process(kind, caps, options, wraps):
+def test_gradients_are_those_of_one_process(kind, caps, options, wraps, passes):
     sizes = [min(cap, 14 - 4 * rank) for rank, cap in enumerate(caps)]
-    for found in run("gradients", kind, caps, options, wraps):
+    for found in run("gradients", kind, caps, options, wraps, passes):
         assert all(0 < ran <= size for ran, size in zip(found, sizes, strict=True))
 
 
