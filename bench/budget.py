@@ -1,7 +1,7 @@
 """Updates by answers of all lengths (examples/python/token_budget.py) with a GPT of 86M in bf16, in
 limited memory: a fixed count of answers at a time, in their order, as many as fit if all are as
-long as the longest allowed; and in a Step by `cost` and `learn`, sorted by length. Prints one JSON
-object a way.
+long as the longest allowed; sorted by length, in a loop whose sampler reads a rebatch.Budget; and
+in a Step by `cost` and `learn`. Prints one JSON object a way.
 
     python3 bench/budget.py --limit 8GiB
 
@@ -62,6 +62,36 @@ def by_count(model, optimizer, loss_fn, count):
     return update
 
 
+def by_budget(model, optimizer, loss_fn, budget):
+    """Sorted by length, as many as the budget allows; what runs out of memory is cut in two."""
+
+    def run(answers, first, count):
+        part = counted_part(answers, first, count)
+        try:
+            with budget.measure(part.tokens.numel(), part.tokens.shape[1]):
+                (loss_fn(model, part) / normalizer(answers)).backward()
+        except torch.OutOfMemoryError:  # gradients of a part of it may stay: this measures time
+            if count == 1:
+                raise
+            run(answers, first, count // 2), run(answers, first + count // 2, count - count // 2)
+
+    def update(answers):
+        first, number = 0, len(answers.lengths)
+        while first < number:
+            count = 1
+            while first + count < number and (
+                padded_tokens(answers, first, count + 1)
+                <= budget.tokens_for(max(answers.lengths[first : first + count + 1]))
+            ):
+                count += 1
+            run(answers, first, count)
+            first += count
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
 def all_long(count, device):
     return Answers(
         torch.ones(count, LONGEST, dtype=torch.long, device=device),
@@ -115,6 +145,9 @@ def main():
     batches = [sampled(ANSWERS, device) for _ in range(SETTLED + given.updates)]
     mixed = [in_any_order(answers, step) for step, answers in enumerate(batches)]
     print(json.dumps(with_largest_count(model, optimizer, loss_fn, mixed)), flush=True)
+    budget = rebatch.Budget(model, optimizer, log_level="quiet")
+    found = measured("Budget", by_budget(model, optimizer, loss_fn, budget), batches)
+    print(json.dumps({**found, "ooms": budget.ooms}), flush=True)
     step = rebatch.Step(
         model,
         optimizer,

@@ -175,7 +175,7 @@ REBATCH_API rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb,
  *  grow_after micro-batches without an OOM; it falls after an OOM, and where less memory is
  *  available than it is predicted to need. A micro-batch of half the budget or less never raises
  *  it, and an OOM of one beyond the budget, which was cut before the budget fell, does not lower it
- *  again.
+ *  again within grow_after micro-batches.
  *  @param rb              the session, which has rebatch_options.meter
  *  @param key             what the micro-batch is one of, for example the class of its longest
  *                         sample: each key has a budget and a memory model of its own. A number or

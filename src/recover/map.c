@@ -168,7 +168,9 @@ static void learn_oom(rebatch *rb, size_t cost, uint64_t need_bytes, uint64_t av
     rb->run.ooms.failure = (struct rbi_failure){
         .phase = event.phase, .need_bytes = need_bytes, .available_bytes = available_bytes};
     rbi_need_learn_least(rb, cost, need_bytes);
-    if (cost <= rb->sizes.budget) { /* else it was cut before the budget fell */
+    /* Else it was cut before the budget fell; unless that was long ago, or it has only risen. */
+    if (cost <= rb->sizes.budget || rbi_learn_is_on(&rb->sizes.learning) ||
+        rb->sizes.growth.clean >= rb->options.grow_after) {
         rbi_growth_set_back(rb, available_bytes);
         rb->sizes.learning.state = RBI_LEARN_OFF;
         rbi_size_set(rb, rbi_max(rbi_next_size(rb, RBI_AFTER_OOM, cost), 1));

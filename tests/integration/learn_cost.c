@@ -105,6 +105,19 @@ Test(learn_cost, an_oom_lowers_the_budget_once)
     cr_expect_eq(run(&c, 1, KIB(50), budget), budget, "another");
 }
 
+Test(learn_cost, a_sampler_that_goes_beyond_the_budget_lowers_it_too)
+{
+    OPEN(cutter, c, MIB(64));
+    size_t budget = run_until(&c, 1, 100, 16);
+    c.capacity = MIB(62);
+    size_t lowered = run(&c, 1, budget + 100, budget);
+    cr_expect_lt(lowered, budget, "it has never fallen yet");
+    cr_expect_eq(run(&c, 1, budget + 100, lowered), lowered, "it has just fallen");
+    for (int i = 0; i < 4; i++)
+        lowered = run(&c, 1, KIB(20), lowered);
+    cr_expect_lt(run(&c, 1, budget + 100, lowered), lowered, "long ago");
+}
+
 Test(learn_cost, follows_what_is_available_down_and_up)
 {
     OPEN(cutter, c, MIB(64));

@@ -1,9 +1,13 @@
 """rebatch.Budget: the most cost of the next micro-batch, on a device whose memory is counted by the
 test, and on a CPU, whose memory is not."""
 
+import copy
 import datetime
 import math
+import pathlib
 import random
+import re
+import subprocess
 
 import pytest
 import torch
@@ -248,6 +252,13 @@ def test_workers_of_a_loader_read_what_is_learned(device):
     assert worker.exitcode == 0
 
 
+def test_what_a_sampler_copies_reads_on(device):
+    budget = rebatch.Budget(small(), start=10)
+    made = copy.deepcopy({"budget": budget})["budget"]
+    run(budget, device, 10, line(10))
+    assert made.tokens == budget.tokens == 20
+
+
 def _agree_in_a_rank(rank, folder, capacities, results):
     torch.distributed.init_process_group(
         "gloo",
@@ -376,3 +387,21 @@ def test_classes_are_an_eighth_of_an_octave():
     for length in (0.5, 1, 1.01, 99.9, 1024, 3_000_000):
         number = budget_module._class_of(length)
         assert budget_module._end_of(number - 1) < length <= budget_module._end_of(number)
+
+
+@pytest.mark.parametrize("code, restarts, requeued", [(75, 0, True), (75, 3, False), (1, 0, False)])
+def test_the_job_script_of_the_page_requeues_after_an_oom(tmp_path, code, restarts, requeued):
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "budgets.md"
+    (script,) = re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    for name, body in (("python3", f"exit {code}"), ("scontrol", 'echo "$@" > asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "17",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment)
+    asked = tmp_path / "asked"
+    assert done.returncode == code
+    assert (asked.read_text() == "requeue 17\n" if requeued else not asked.exists())

@@ -53,6 +53,10 @@ class Tokens:
     def __init__(self, table: torch.Tensor):
         self._table = table  # of each class: a budget, and the length that it holds for
 
+    def __deepcopy__(self, _memo: Any) -> Tokens:
+        """Samplers copy what they are made with: the copy reads on."""
+        return self
+
     @property
     def tokens(self) -> int:
         """The most cost of the next micro-batch, in the unit of `cost`."""
