@@ -70,16 +70,12 @@ typedef struct rebatch_pool_options {
                                        the thread that allocates or frees. The pool's end waits
                                        without asking. NULL: always true */
     void *may_wait_user;          /**< passed to may_wait */
-    size_t floor_bytes; /**< memory that the pool reserves at once and gives back only while it
-                             sleeps or has given (sharing.h): neither a trim nor a plan goes below
-                             it, so that nobody else takes it between two phases. At most the
-                             limit; needs virtual memory and caching; 0: none */
 } rebatch_pool_options;
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, REBATCH_DEFAULT,          \
-            REBATCH_DEFAULT, 0, NULL, NULL, 0                                                      \
+            REBATCH_DEFAULT, 0, NULL, NULL                                                         \
     }
 
 /** Statistics: X(name, unit, what is counted). */
@@ -117,9 +113,7 @@ typedef struct rebatch_pool_options {
     X(overflow_peak_bytes, "bytes", "of host memory, highest value")                               \
     X(overflow_total_bytes, "bytes", "of host memory taken since the pool was created")            \
     X(phases, "phases", "marked (rebatch_pool_mark()) and ended, with replay on")                  \
-    X(planned_phases, "phases", "of these that a plan served to their end")                        \
-    X(asleep_bytes, "bytes", "of memory given away until the pool wakes")                          \
-    X(floor_bytes, "bytes", "that stay reserved")
+    X(planned_phases, "phases", "of these that a plan served to their end")
 
 /** Statistics of a pool. */
 typedef struct rebatch_pool_stats {
@@ -157,7 +151,7 @@ typedef struct rebatch_tag_usage {
 /** The format of a snapshot. */
 typedef enum rebatch_snapshot_format {
     REBATCH_SNAPSHOT_BLOCKS_CSV = 0, /**< one line for each block; the sum of their bytes is
-                                          reserved_bytes + asleep_bytes */
+                                          reserved_bytes, and what is asleep */
     REBATCH_SNAPSHOT_EVENTS_CSV = 1  /**< one line for each event, oldest first */
 } rebatch_snapshot_format;
 
@@ -189,9 +183,7 @@ extern "C" {
  *  @param[out] out  owned by the caller, release with rebatch_pool_destroy(); NULL on failure
  *  @param device    borrowed; must outlive the pool
  *  @param options   copied; NULL: defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_OOM when
- *          the device does not have floor_bytes; REBATCH_E_UNSUPPORTED when it has no virtual
- *          memory for a floor */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
@@ -302,7 +294,7 @@ REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_byt
  *  until the limit holds; such a free waits for the streams' work. Thread-safe.
  *  @param pool         the pool
  *  @param limit_bytes  the most memory that the pool may reserve; 0: no limit. Below the floor
- *                      (rebatch_pool_options.floor_bytes) it is the floor too
+ *                      (rebatch_pool_set_floor()) it is the floor too
  *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes);
 

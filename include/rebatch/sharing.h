@@ -90,6 +90,16 @@ REBATCH_API_CHECKED rebatch_status rebatch_pool_sleep(rebatch_pool *pool,
 REBATCH_API rebatch_status rebatch_pool_give(rebatch_pool *pool, size_t most_bytes,
                                              size_t *released_bytes);
 
+/** Reserve memory that the pool gives back only while it sleeps or has given: neither a trim nor a
+ *  plan goes below the floor, so that nobody else takes it between two phases. What is missing of
+ *  it is taken at once, and after a wake as far as the device has it. Thread-safe.
+ *  @param pool         the pool
+ *  @param floor_bytes  at most the limit; 0: no floor
+ *  @return REBATCH_OK; REBATCH_OOM when the device does not have it: the floor is as before;
+ *          REBATCH_E_UNSUPPORTED when the pool has no virtual memory, or does not cache;
+ *          REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
+REBATCH_API rebatch_status rebatch_pool_set_floor(rebatch_pool *pool, size_t floor_bytes);
+
 /** End a sleep, and the bound of rebatch_pool_give(). Memory is mapped at all addresses of blocks
  *  in use, and nowhere else; what was copied is copied back. So a wake succeeds with less memory
  *  than there was, as long as it suffices for the blocks in use. Threads that wait go on. On a pool

@@ -492,11 +492,11 @@ typedef struct rebatch_options {
                                       micro_start and micro_largest. A micro-batch that fails on one
                                       rank runs again on all. Needs `group`. Not with `learn`, cost,
                                       rebatch_probe() or rebatch_check(). Default off */
-    uint32_t oom_wait_ms;        /**< longest wait in all, in one step, for memory that others hold,
-                                      in milliseconds: where nothing smaller or lighter is left, and
-                                      with that memory there would be enough, it is tried up to
-                                      five times more. In a group always less than a quarter of
-                                      group_timeout_ms. At most 3,600,000; 0: 10,000 */
+    uint32_t oom_wait_ms;        /**< longest wait in a step for memory of others, in milliseconds:
+                                      where nothing smaller or lighter is left, and it would
+                                      suffice, it is tried up to five times more. In a group below
+                                      a quarter of group_timeout_ms. Most 3,600,000; 0: 10,000 */
+    size_t floor_bytes;          /**< of rebatch_pool_set_floor(); for a new pool. 0: none */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
@@ -504,7 +504,7 @@ typedef struct rebatch_options {
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
             NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL,             \
-            REBATCH_DEFAULT, NULL, NULL, NULL, 0, REBATCH_DEFAULT, 0                               \
+            REBATCH_DEFAULT, NULL, NULL, NULL, 0, REBATCH_DEFAULT, 0, 0                            \
     }
 
 /** What one call of rebatch_step() did. */

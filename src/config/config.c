@@ -117,7 +117,6 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     SET(MEMORY_LIMIT, pool->limit_bytes, entry->number);
     SET(MEMORY_LIMIT, pool->limit_permille, entry->permille);
     SET(MEMORY_HEADROOM, pool->headroom_bytes, entry->number);
-    SET(MEMORY_FLOOR, pool->floor_bytes, entry->number);
     SET(MEMORY_CACHING, pool->caching, toggle_of(entry));
     SET(MEMORY_REPLAY, pool->replay, toggle_of(entry));
     SET(MEMORY_OVERFLOW, pool->overflow, toggle_of(entry));
@@ -147,6 +146,7 @@ static void fill(rebatch_options *o, const struct rebatch_config *config, bool i
     SET(RECOVERY_LIGHTEN, o->lighten, toggle_of(entry));
     SET(RECOVERY_MAX_ATTEMPTS, o->max_attempts, (uint32_t)entry->number);
     SET(RECOVERY_MAX_OOMS_IN_ROW, o->max_ooms_in_row, (uint32_t)entry->number);
+    SET(MEMORY_FLOOR, o->floor_bytes, entry->number);
     SET(RECOVERY_OOM_WAIT_MS, o->oom_wait_ms, (uint32_t)entry->number);
     SET(GROWTH_ENABLED, o->growth, toggle_of(entry));
     SET(GROWTH_AFTER, o->grow_after, (uint32_t)entry->number);

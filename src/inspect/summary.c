@@ -150,6 +150,10 @@ static void add_memory(struct rbi_text *t, const struct rbi_view_facts *facts,
     add_head(t, "memory", columns);
     add_row(t, "live", true, live, 4);
     add_row(t, "reserved from the device", true, reserved, 4);
+    if (facts->floor_bytes)
+        add_row(t, "floor: never given back", true, &facts->floor_bytes, 1);
+    if (facts->asleep_bytes)
+        add_row(t, "asleep: given until the wake", true, &facts->asleep_bytes, 1);
     add_row(t, "blocks", false, blocks, 4);
 }
 

@@ -151,7 +151,7 @@ static void end_with_held(struct rbi_client *client, struct rbi_text *t)
 /* On request, or by the program. The lock is held. */
 static bool is_asleep(void)
 {
-    return yield.is_asleep || read_stats().asleep_bytes > 0;
+    return yield.is_asleep || rbi_pool_sleeps(yield.pool);
 }
 
 /* No step runs, and none has for a while. */

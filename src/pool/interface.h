@@ -175,6 +175,8 @@ bool rbi_pool_withdraw_task(rebatch_pool *pool, struct rbi_pool_task *task);
 /* Between two micro-batches, by the thread that trains: an atomic load where nothing waits. Outside
  * of sessions rebatch_pool_mark() does it. */
 void rbi_pool_run_task(rebatch_pool *pool);
+/* Whether it sleeps now. Takes no lock. */
+bool rbi_pool_sleeps(const rebatch_pool *pool);
 
 /* ---- what it counts ---- */
 

@@ -67,6 +67,44 @@ rebatch_status rebatch_pool_give(rebatch_pool *pool, size_t most_bytes, size_t *
     return REBATCH_OK;
 }
 
+static rebatch_status set_floor_locked(rebatch_pool *pool, size_t floor_bytes)
+{
+    const size_t before = pool->floor_bytes;
+    size_t missing;
+    pool->floor_bytes = floor_bytes;
+    rebatch_status status = rbi_pool_take_floor(&missing, pool);
+    if (status == REBATCH_OK && missing)
+        status = rbi_error(REBATCH_OOM,
+                           "floor_bytes is %zu: expected at most what is free within limit and "
+                           "headroom, which is %zu bytes less",
+                           floor_bytes, missing);
+    if (status != REBATCH_OK)
+        pool->floor_bytes = before;
+    rbi_pool_set_floor(pool);
+    return status;
+}
+
+rebatch_status rebatch_pool_set_floor(rebatch_pool *pool, size_t floor_bytes)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    if (floor_bytes && !pool->has_space)
+        return rbi_error(REBATCH_E_UNSUPPORTED,
+                         "floor_bytes is %zu: expected 0 for a pool that has no virtual memory, or "
+                         "does not cache",
+                         floor_bytes);
+    rbi_lock_take(&pool->lock);
+    if (floor_bytes > pool->limit_bytes)
+        status =
+            rbi_error(REBATCH_E_INVALID, "floor_bytes is %zu: expected at most the limit of %zu",
+                      floor_bytes, pool->limit_bytes);
+    else
+        status = set_floor_locked(pool, floor_bytes);
+    rbi_pool_give_lock(pool);
+    return status;
+}
+
 void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)
 {
     const size_t others = pool->device->others.bytes;

@@ -39,11 +39,6 @@ static rebatch_status check_limit(size_t limit_bytes, size_t page_bytes)
 static rebatch_status check_sizes(const rebatch_pool_options *options, rebatch_device *device)
 {
     rebatch_status status = check_limit(options->limit_bytes, rbi_device_page_bytes(device));
-    if (!status && options->limit_bytes && options->floor_bytes > options->limit_bytes)
-        return rbi_error(
-            REBATCH_E_INVALID,
-            "rebatch_pool_options.floor_bytes is %zu: expected at most the limit of %zu",
-            options->floor_bytes, options->limit_bytes);
     if (status || options->headroom_bytes == 0)
         return status;
     rebatch_memory_info info;
@@ -63,7 +58,6 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->page_bytes = rbi_device_page_bytes(pool->device);
     pool->limit_bytes = options->limit_bytes ? options->limit_bytes : SIZE_MAX;
     pool->limit_permille = options->limit_permille;
-    pool->floor_bytes = options->floor_bytes;
     pool->given_bytes = SIZE_MAX;
     pool->keep_room_permille =
         options->keep_room_permille ? options->keep_room_permille : RBI_POOL_KEEP_ROOM;
@@ -82,24 +76,6 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->progress.due = UINT64_MAX; /* one stream alone needs no events at its frees */
 }
 
-static rebatch_status take_floor(rebatch_pool *pool)
-{
-    if (!pool->has_space)
-        return rbi_error(
-            REBATCH_E_UNSUPPORTED,
-            "rebatch_pool_options.floor_bytes is %zu: expected 0 for a pool that has no "
-            "virtual memory, or does not cache",
-            pool->floor_bytes);
-    size_t missing;
-    const rebatch_status status = rbi_pool_take_floor(&missing, pool);
-    if (status == REBATCH_OK && missing)
-        return rbi_error(REBATCH_OOM,
-                         "rebatch_pool_options.floor_bytes is %zu: expected at most what is free, "
-                         "which is %zu bytes less",
-                         pool->floor_bytes, missing);
-    return status;
-}
-
 /* What create takes of the heap, and of the device. */
 static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options *options)
 {
@@ -112,7 +88,7 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     if (status != REBATCH_OK)
         return status;
     rbi_vm_open(&pool->vm, pool->device);
-    return pool->floor_bytes ? take_floor(pool) : REBATCH_OK;
+    return REBATCH_OK;
 }
 
 rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,

@@ -6,6 +6,11 @@
 
 #include "pool/pool.h"
 
+bool rbi_pool_sleeps(const rebatch_pool *pool)
+{
+    return rbi_pool_is_asleep(pool);
+}
+
 /* ---- waiting ---- */
 
 static void tell_waiting(rebatch_pool *pool)

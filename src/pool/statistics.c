@@ -23,8 +23,6 @@ void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
     out->overflow_bytes = vm->overflow.bytes;
     out->overflow_peak_bytes = vm->overflow.peak_bytes;
     out->overflow_total_bytes = vm->overflow.total_bytes;
-    out->floor_bytes = vm->floor_pages * vm->page_bytes;
-    out->asleep_bytes = vm->asleep.pages * vm->page_bytes;
     out->driver_creates = vm->calls.creates;
     out->driver_maps = vm->calls.maps;
     out->driver_accesses = vm->calls.accesses;

@@ -166,6 +166,8 @@ void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
                                        rbi_min(pool->limit_bytes, pool->device->others.bytes),
                                    .others_bytes = pool->device->others.bytes,
                                    .others_variable = pool->device->others.variable,
+                                   .floor_bytes = pool->vm.floor_pages * pool->page_bytes,
+                                   .asleep_bytes = pool->vm.asleep.pages * pool->page_bytes,
                                    .log = &pool->log};
 }
 

@@ -70,6 +70,7 @@ struct rbi_view_facts {
     const struct rbi_event_log *log;
     size_t limit_bytes, others_bytes; /* SIZE_MAX: none; the second is of a variable of others */
     const char *others_variable;
+    uint64_t floor_bytes, asleep_bytes;
 };
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool);
 /* With those that are worked out. */

@@ -2,6 +2,7 @@
  * Must not know what happens in a step. */
 #include <string.h>
 
+#include "rebatch/sharing.h"
 #include "recover/recover.h"
 
 #define DEFAULT_MAX_ATTEMPTS 64u
@@ -118,7 +119,7 @@ static rebatch_status check_pool(const rebatch_options *o, rebatch_device *devic
                          rebatch_pool_device(o->existing_pool)->name, device->name);
     if (p->limit_bytes || p->limit_permille || p->headroom_bytes || p->caching ||
         p->rounding_divisions || p->events || p->keep_room_permille || p->replay || p->overflow ||
-        p->overflow_bytes || p->floor_bytes)
+        p->overflow_bytes || o->floor_bytes)
         return rbi_error(REBATCH_E_INVALID,
                          "existing_pool and options for a new pool are both set: expected one");
     return REBATCH_OK;
@@ -143,11 +144,12 @@ static rebatch_status open_pool(rebatch *rb)
     const rebatch_options *o = &rb->options;
     rb->borrows_pool = o->existing_pool != NULL;
     if (!rb->borrows_pool) {
-        const rebatch_status status = rebatch_pool_create(&rb->pool, rb->device, &o->pool);
+        rebatch_status status = rebatch_pool_create(&rb->pool, rb->device, &o->pool);
         if (status)
             return status;
         rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
-        return open_residents(rb);
+        status = o->floor_bytes ? rebatch_pool_set_floor(rb->pool, o->floor_bytes) : REBATCH_OK;
+        return status ? status : open_residents(rb);
     }
     rb->pool = o->existing_pool;
     rbi_pool_hold(rb->pool);

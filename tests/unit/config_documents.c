@@ -144,7 +144,7 @@ Test(config_documents, defaults_are_those_of_the_headers)
         {"recovery.oom_wait_ms", "step.h", "uint32_t oom_wait_ms;", "0: 10,000", "10000"},
         {"memory.limit", "pool.h", "size_t limit_bytes;", "0: no limit", "none"},
         {"memory.headroom", "pool.h", "size_t headroom_bytes;", "0: none", "0"},
-        {"memory.floor", "pool.h", "size_t floor_bytes;", "0: none", "0"},
+        {"memory.floor", "step.h", "size_t floor_bytes;", "0: none", "0"},
         {"memory.caching", "pool.h", "rebatch_toggle caching;", "default on", "true"},
         {"memory.replay", "pool.h", "rebatch_toggle replay;", "default on", "true"},
         {"memory.keep_room", "pool.h", "uint32_t keep_room_permille;", "0: 20", "2%"},

@@ -488,7 +488,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("recovery.oom_wait_ms", oom_wait_ms),
         MEMBER("memory.limit", pool.limit_bytes),
         MEMBER("memory.headroom", pool.headroom_bytes),
-        MEMBER("memory.floor", pool.floor_bytes),
+        MEMBER("memory.floor", floor_bytes),
         MEMBER("memory.caching", pool.caching),
         MEMBER("memory.replay", pool.replay),
         MEMBER("memory.overflow", pool.overflow),

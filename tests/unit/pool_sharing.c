@@ -91,19 +91,18 @@ Test(pool_sharing, a_task_that_is_withdrawn_does_not_run)
 
 /* ---- the floor ---- */
 
-static rebatch_pool_options with_floor(size_t pages)
+static struct rig open_with_floor(size_t pages)
 {
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.floor_bytes = pages * PAGE;
-    return options;
+    const struct rig rig = rig_open(128, NULL);
+    cr_assert_eq(rebatch_pool_set_floor(rig.pool, pages * PAGE), REBATCH_OK);
+    return rig;
 }
 
 Test(pool_sharing, a_floor_is_reserved_at_once_and_no_trim_goes_below_it)
 {
-    const rebatch_pool_options options = with_floor(40);
-    AUTO_RIG rig = rig_open(128, &options);
+    AUTO_RIG rig = open_with_floor(40);
     cr_assert_eq(reserved(rig.pool), 40 * PAGE);
-    cr_assert_eq(stats_of(rig.pool).floor_bytes, 40 * PAGE);
+    cr_assert_eq(rig.pool->vm.floor_pages, 40);
     size_t released;
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, &released), REBATCH_OK);
     cr_assert_eq(released, 0);
@@ -123,13 +122,12 @@ Test(pool_sharing, a_floor_is_reserved_at_once_and_no_trim_goes_below_it)
 
 Test(pool_sharing, sleep_and_give_go_below_the_floor_and_the_wake_takes_it_again)
 {
-    const rebatch_pool_options options = with_floor(40);
-    AUTO_RIG rig = rig_open(128, &options);
+    AUTO_RIG rig = open_with_floor(40);
     void *const block = take(rig.pool, 10 * PAGE);
     size_t released;
     cr_assert_eq(rebatch_pool_give(rig.pool, 16 * PAGE, &released), REBATCH_OK);
     cr_assert_leq(reserved(rig.pool), 16 * PAGE);
-    cr_assert_eq(stats_of(rig.pool).floor_bytes, 16 * PAGE);
+    cr_assert_eq(rig.pool->vm.floor_pages, 16);
     cr_assert_eq(rebatch_pool_wake(rig.pool), REBATCH_OK);
     cr_assert_eq(reserved(rig.pool), 40 * PAGE);
     cr_assert_eq(rebatch_pool_sleep(rig.pool, NULL, NULL), REBATCH_OK);
@@ -143,26 +141,23 @@ Test(pool_sharing, sleep_and_give_go_below_the_floor_and_the_wake_takes_it_again
 
 Test(pool_sharing, a_floor_that_cannot_hold_is_refused)
 {
-    rebatch_device *device;
-    rebatch_pool *pool;
-    rebatch_pool_options options = with_floor(40);
-    cr_assert_eq(rebatch_device_open_host(&device, 32 * PAGE, NULL), REBATCH_OK);
-    assert_refused(rebatch_pool_create(&pool, device, &options), REBATCH_OOM,
-                   "floor_bytes is 2621440: expected at most what is free, which is 524288 bytes");
-    options.limit_bytes = 39 * PAGE;
-    assert_refused(rebatch_pool_create(&pool, device, &options), REBATCH_E_INVALID,
-                   "floor_bytes is 2621440: expected at most the limit of 2555904");
-    options = with_floor(4);
-    options.caching = REBATCH_OFF;
-    assert_refused(rebatch_pool_create(&pool, device, &options), REBATCH_E_UNSUPPORTED,
-                   "floor_bytes is 262144: expected 0");
-    rebatch_device_close(device);
+    AUTO_RIG rig = rig_open(32, NULL);
+    assert_refused(rebatch_pool_set_floor(rig.pool, 40 * PAGE), REBATCH_OOM,
+                   "floor_bytes is 2621440: expected at most what is free within limit and "
+                   "headroom, which is 524288 bytes less");
+    cr_assert_eq(rig.pool->vm.floor_pages, 0);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, 20 * PAGE), REBATCH_OK);
+    assert_refused(rebatch_pool_set_floor(rig.pool, 21 * PAGE), REBATCH_E_INVALID,
+                   "floor_bytes is 1376256: expected at most the limit of 1310720");
+    assert_refused(rebatch_pool_set_floor(NULL, PAGE), REBATCH_E_INVALID, "pool is NULL");
+    AUTO_RIG plain = rig_open_plain(32, NULL);
+    assert_refused(rebatch_pool_set_floor(plain.pool, PAGE), REBATCH_E_UNSUPPORTED,
+                   "floor_bytes is 65536: expected 0");
 }
 
 Test(pool_sharing, a_lower_limit_is_the_floor_too)
 {
-    const rebatch_pool_options options = with_floor(40);
-    AUTO_RIG rig = rig_open(128, &options);
+    AUTO_RIG rig = open_with_floor(40);
     cr_assert_eq(rebatch_pool_set_limit(rig.pool, 24 * PAGE), REBATCH_OK);
     cr_assert_leq(reserved(rig.pool), 24 * PAGE);
     assert_valid(rig.pool);

@@ -30,12 +30,12 @@ def test_what_sleeps_is_others_and_comes_back():
         "same = bool((moments.cpu() == torch.arange(8 * MIB)).all())\n"
         "print(moments.data_ptr() == address, same)\n"
         "cache.zero_()\n"
-        "print(rebatch.stats()['asleep_bytes'])\n"
+        "print('asleep' in rebatch.summary())\n"
     )
     lines = child(script).splitlines()
     released, copied, held, kept, gained = map(int, lines[0].split())
     assert (copied, kept) == (32, 16) and released >= 96 and held <= 20 and gained >= 96
-    assert lines[1:] == [str(sum(range(4 << 20))), "True True", "0"]
+    assert lines[1:] == [str(sum(range(4 << 20))), "True True", "False"]
 
 
 def test_an_allocation_waits_for_the_wake_and_says_so():
@@ -98,13 +98,16 @@ def test_a_floor_stays_reserved():
         "x = tensor(MIB)\n"
         "print(rebatch.stats()['reserved_bytes'] // MIB)\n"
         "torch.cuda.empty_cache()\n"
-        "print(rebatch.stats()['reserved_bytes'] // MIB, rebatch.stats()['floor_bytes'] // MIB)\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB)\n"
         "rebatch.sleep()\n"
-        "print(rebatch.stats()['reserved_bytes'])\n"
+        "print(rebatch.stats()['reserved_bytes'], 'asleep' in rebatch.summary())\n"
         "rebatch.wake()\n"
-        "print(rebatch.stats()['reserved_bytes'] // MIB, 'floor_bytes' in rebatch.summary())\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB, 'floor' in rebatch.summary())\n"
+        "rebatch.install(floor=0)\n"
+        "torch.cuda.empty_cache()\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB < 10)\n"
     )
-    assert child(script).splitlines() == ["96", "96 96", "0", "96 True"]
+    assert child(script).splitlines() == ["96", "96", "0 True", "96 True", "True"]
 
 
 def test_a_step_goes_on_after_a_wake_and_is_no_place_to_sleep():

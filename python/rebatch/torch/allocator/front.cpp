@@ -678,6 +678,18 @@ FRONT_API rebatch_status rebatch_torch_pool(rebatch_pool **out, int device)
     return open_pool(out, device);
 }
 
+// Change the floor of all pools, of those too that are opened later.
+FRONT_API rebatch_status rebatch_torch_set_floor(size_t bytes)
+{
+    std::lock_guard<std::mutex> hold(slots_lock);
+    rebatch_status status = REBATCH_OK;
+    floor_bytes = bytes;
+    for (int device = 0; status == REBATCH_OK && device < MOST_DEVICES; device++)
+        if (rebatch_pool *const pool = find_pool(device))
+            status = rebatch_pool_set_floor(pool, bytes);
+    return status;
+}
+
 // The same where it is open; else NULL.
 FRONT_API rebatch_pool *rebatch_torch_find_pool(int device)
 {

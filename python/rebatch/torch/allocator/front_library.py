@@ -29,6 +29,7 @@ FUNCTIONS = [
     ("rebatch_torch_is_installed", ctypes.c_int, []),
     ("rebatch_torch_configure", ctypes.c_int, [ctypes.POINTER(_library.PoolOptions)]),
     ("rebatch_torch_set_limit", ctypes.c_int, [ctypes.c_size_t, ctypes.c_uint32]),
+    ("rebatch_torch_set_floor", ctypes.c_int, [ctypes.c_size_t]),
     ("rebatch_torch_pool_count", ctypes.c_int, []),
     ("rebatch_torch_pool", ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int]),
     ("rebatch_torch_find_pool", ctypes.c_void_p, [ctypes.c_int]),

@@ -52,6 +52,7 @@ struct Slot {
 Slot slots[MOST_DEVICES];
 std::mutex slots_lock; // opening, limits, and totals that were reset
 rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+size_t floor_bytes = 0; // of each pool
 std::atomic<uint64_t> refused_frees{0};
 std::atomic<int> route_count{0}; // captures and MemPools that are in use (front.cpp)
 
@@ -133,6 +134,8 @@ rebatch_status open_locked(Slot &slot, int device)
         own.may_wait = may_wait_for_gpu;
         status = rebatch_pool_create(&pool, slot.device, &own);
     }
+    if (status == REBATCH_OK && floor_bytes)
+        status = rebatch_pool_set_floor(pool, floor_bytes);
     if (status == REBATCH_OK)
         status = rebatch_pool_add_pressure(pool, release_native_cache, &slot);
     if (status != REBATCH_OK) {

@@ -28,6 +28,7 @@ _Device = Union[torch.device, int, str, None]  # as PyTorch names it
 
 _install_lock = threading.Lock()
 _options: dict[str, int] = {}  # the members of PoolOptions that were set
+_floor = 0
 
 
 def install(
@@ -65,8 +66,8 @@ def install(
 
     Without a GPU it warns, and has no effect.
 
-    There is no way back. In a second call, None leaves an option as it is; the limit can always
-    change, the other options only until the first allocation.
+    There is no way back. In a second call, None leaves an option as it is; limit and floor can
+    always change, the other options only until the first allocation.
 
     Raises:
         FrontError: the allocator cannot be compiled or loaded.
@@ -74,13 +75,17 @@ def install(
         RuntimeError: PyTorch uses another allocator than its native one, or an option cannot change
             any more.
     """
-    global _front_library
-    given = _members(limit, headroom, events, replay, rounding_divisions, floor)
+    global _front_library, _floor
+    floor_bytes = _floor if floor is None else _bytes("floor", floor)
+    given = _members(limit, headroom, events, replay, rounding_divisions)
     first = {**_pytorchs_members(), **given}
     options = _pool_options(first)
+    _check_floor(floor_bytes, _pool_options({**_options, **given}).limit_bytes)
     with _install_lock:
         if _front_library is not None:
             _change(_front_library, given)
+            _library.check(_front_library.rebatch_torch_set_floor(floor_bytes))
+            _floor = floor_bytes
             return
         if not torch.cuda.is_available():
             warnings.warn(
@@ -89,9 +94,18 @@ def install(
             return
         _front_library = _load_front(options)
         _options.update(first)
+        _library.check(_front_library.rebatch_torch_set_floor(floor_bytes))
+        _floor = floor_bytes
         _warn_of_settings()
         phases.watch_optimizers(pool)
         _empty_native_cache()
+
+
+def _check_floor(floor_bytes: int, limit_bytes: int) -> None:
+    if 0 < limit_bytes < floor_bytes:
+        raise ValueError(
+            f"rebatch: floor is {floor_bytes} bytes: expected at most the limit, {limit_bytes}"
+        )
 
 
 def _empty_native_cache() -> None:
@@ -128,7 +142,6 @@ def _members(
     events: int | None,
     replay: bool | None,
     rounding_divisions: int | None,
-    floor: _Size,
 ) -> dict[str, int]:
     """The members of PoolOptions that the arguments of install() set."""
     members = {}
@@ -136,8 +149,6 @@ def _members(
         members["limit_bytes"], members["limit_permille"] = _library.parse_size(limit)
     if headroom is not None:
         members["headroom_bytes"] = _bytes("headroom", headroom)
-    if floor is not None:
-        members["floor_bytes"] = _bytes("floor", floor)
     if events is not None:
         members["events"] = events
     if rounding_divisions is not None:
@@ -192,11 +203,6 @@ def _pool_options(members: dict[str, int]) -> _library.PoolOptions:
     for name, most in zip(("limit_bytes", "limit_permille"), _environment_limit()):
         if most:
             setattr(options, name, min(getattr(options, name) or most, most))
-    if 0 < options.limit_bytes < options.floor_bytes:
-        raise ValueError(
-            f"rebatch: floor is {options.floor_bytes} bytes: expected at most the limit, "
-            f"{options.limit_bytes}"
-        )
     return options
 
 
