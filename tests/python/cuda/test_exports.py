@@ -82,9 +82,13 @@ fill(model[0].weight, 7.0)
 torch.cuda.empty_cache()
 rebatch.install(limit="64MiB")
 say(b"2")
+rebatch.sleep()
+fill(model[0].weight, 8.0)
+say(b"3")
+rebatch.wake()
 """
     reader = """
-for _ in range(2):
+for _ in range(3):
     assert connection.recv(1)
     print(values())
     connection.sendall(b"!")
@@ -95,8 +99,8 @@ print(values()["1.bias"], memory.device)
     assert (code, reader_code) == (0, 0), error + reader_error
     first = {"0.weight": (0.0, 0.0), "0.bias": (1.0, 1.0), "1.weight": (2.0, 2.0)}
     first["1.bias"] = (3.0, 3.0)
-    assert said.splitlines() == [str(first), str({**first, "0.weight": (7.0, 7.0)}),
-                                 "(3.0, 3.0) cuda:0"]  # fmt: skip
+    updates = [{**first, "0.weight": (value, value)} for value in (7.0, 8.0)]
+    assert said.splitlines() == [*map(str, [first, *updates]), "(3.0, 3.0) cuda:0"]
 
 
 def test_a_killed_side_leaves_the_other():

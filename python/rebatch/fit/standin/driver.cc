@@ -181,10 +181,10 @@ STANDIN_API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes
                                  const CUmemAllocationProp *kind, unsigned long long)
 {
     if (kind->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA && has_host_memory())
-        return RESULT(create(out, bytes, -1));
+        return RESULT(create(out, bytes, -1, false));
     if (kind->location.type != CU_MEM_LOCATION_TYPE_DEVICE || !is_gpu(kind->location.id))
         return CUDA_ERROR_INVALID_DEVICE;
-    return RESULT(create(out, bytes, kind->location.id));
+    return RESULT(create(out, bytes, kind->location.id, kind->requestedHandleTypes != 0));
 }
 
 STANDIN_API CUresult cuMemRelease(CUmemGenericAllocationHandle physical)

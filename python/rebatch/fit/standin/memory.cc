@@ -32,6 +32,7 @@ struct physical {
     off_t offset;
     int gpu; /* -1: memory of the host */
     int uses;
+    bool is_shareable;
     int file; /* of another process, which counts the memory; -1: the own one */
 };
 
@@ -283,7 +284,7 @@ owner owner_of(const void *address)
 
 /* ---- physical memory and addresses ---- */
 
-code create(unsigned long long *out, size_t bytes, int gpu)
+code create(unsigned long long *out, size_t bytes, int gpu, bool is_shareable)
 {
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
@@ -300,7 +301,7 @@ code create(unsigned long long *out, size_t bytes, int gpu)
         give(s, bytes, gpu);
         return OUT_OF_MEMORY;
     }
-    s.physicals[++s.last_handle] = {bytes, s.file_end, gpu, 1, -1};
+    s.physicals[++s.last_handle] = {bytes, s.file_end, gpu, 1, is_shareable, -1};
     s.file_end += (off_t)bytes;
     *out = s.last_handle;
     return OK;
@@ -313,7 +314,7 @@ code export_physical(int *fd, unsigned long long handle)
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     const auto found = s.physicals.find(handle);
-    if (found == s.physicals.end() || found->second.file >= 0)
+    if (found == s.physicals.end() || !found->second.is_shareable)
         return INVALID;
     const std::string path = "/proc/self/fd/" + std::to_string(s.file);
     *fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -332,7 +333,7 @@ code import_physical(unsigned long long *out, int fd)
     const int own = offset < 0 || fstat(fd, &file) ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (own < 0)
         return INVALID;
-    s.physicals[++s.last_handle] = {(size_t)(file.st_size - offset), offset, 0, 1, own};
+    s.physicals[++s.last_handle] = {(size_t)(file.st_size - offset), offset, 0, 1, false, own};
     *out = s.last_handle;
     return OK;
 }

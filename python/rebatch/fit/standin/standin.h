@@ -81,7 +81,7 @@ owner owner_of(const void *address);
 
 /* Physical memory and the addresses at which it can be seen. */
 /* gpu -1: memory of the host, as much as STANDIN_HOST says. */
-code create(unsigned long long *out, size_t bytes, int gpu);
+code create(unsigned long long *out, size_t bytes, int gpu, bool is_shareable);
 bool has_host_memory(void);
 code drop(unsigned long long physical);
 code export_physical(int *fd, unsigned long long physical);
