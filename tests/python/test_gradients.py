@@ -1,10 +1,13 @@
 """Gradients: those that a step hands out stay as they are, and those of parameters that no
 optimizer of the Step has are added to as autograd does."""
 
+import sys
+
 import pytest
 import torch
 
 import rebatch.torch as rebatch
+from rebatch.torch.program.gradients import Accumulators
 from models import Unseen, fails_above, make, out_of_memory, same_bits, state_of, step_or_backward
 
 
@@ -98,3 +101,43 @@ def test_a_step_that_fails_leaves_them_as_they_were():
     with pytest.raises(rebatch.Exhausted):
         step(batch)
     assert head.grad is before and torch.equal(before, copy)
+
+
+@pytest.mark.parametrize("missing", (None, 0, 1))
+@pytest.mark.parametrize("sparse", (False, True))
+def test_sums_that_are_made_before_a_batch_have_the_bits_of_its_gradients(missing, sparse):
+    """As a pool that plans has them: in the second batch, of those that had a gradient."""
+    parameters = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(2)]
+    accumulators = Accumulators()
+    for batch in range(3):
+        accumulators.begin_batch(parameters, makes_sums=True)
+        expected = [None, None]
+        for micro in range(3):
+            for i, p in enumerate(parameters):
+                if i == missing and batch == 1 and micro == 0:
+                    continue
+                gradient = torch.randn(3, 2)
+                p.grad = gradient.to_sparse() if sparse and i == 0 else gradient
+                expected[i] = gradient if expected[i] is None else expected[i] + gradient
+            accumulators.add()
+            assert all(p.grad is None for p in parameters)
+        accumulators.expose()
+        assert all(torch.equal(p.grad.to_dense(), e) for p, e in zip(parameters, expected))
+
+
+def test_sums_that_are_made_before_a_batch_take_no_call_a_parameter():
+    calls = []
+    for count in (4, 64):
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(count)]
+        accumulators, seen = Accumulators(), []
+        for _ in range(2):
+            accumulators.begin_batch(parameters, makes_sums=True)
+            for p in parameters:
+                p.grad = torch.ones(2)
+            seen.clear()
+            sys.setprofile(lambda _frame, event, _of, seen=seen: seen.append(event))
+            accumulators.add()
+            sys.setprofile(None)
+            accumulators.expose()
+        calls.append(len(seen))
+    assert calls[0] == calls[1]

@@ -21,6 +21,7 @@ from typing import (
     Callable,
     ContextManager,
     Dict,
+    Iterable,
     List,
     Optional,
     Sequence,
@@ -111,19 +112,19 @@ class Accumulators:
         made now. With keeps_sums those of the batch before serve again."""
         known: Dict[int, Any] = {}
         if makes_sums or keeps_sums:
-            alike = ((p, t) for p, t in zip(self._parameters, self._sums) if _is_like(t, p))
-            known = {id(p): t if keeps_sums else None for p, t in alike}  # others are let go here
-        wanted = set() if keeps_sums else set(known)
-        self._parameters = list(parameters)
-        self._sums = [None] * len(self._parameters)
-        if known:
-            self._sums = [known.get(id(p)) for p in self._parameters]
-        self._has_sum = [False] * len(self._parameters)
+            known = {  # others are let go here
+                key: t if keeps_sums else None
+                for key, p, t in zip(map(id, self._parameters), self._parameters, self._sums)
+                if t is not None and t.layout is torch.strided and t.dtype is p.dtype
+            }
+        self._parameters, keys = list(parameters), list(map(id, parameters))
+        self._sums = list(map(known.get, keys))
+        self._has_sum = [False] * len(keys)
         self._are_dense = False
         self._has_earlier = False
         self.clear()
-        if wanted:
-            self._make_sums(wanted)
+        if known and not keeps_sums:
+            self._make_sums(map(known.__contains__, keys))
 
     def begin_whole(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """An effective batch begins that runs as a whole, with no gradients in .grad: those of its
@@ -135,12 +136,12 @@ class Accumulators:
         self._has_earlier = True
         return True
 
-    def _make_sums(self, wanted: set[Any]) -> None:
+    def _make_sums(self, are_wanted: Iterable[bool]) -> None:
         """An OOM is for the first micro-batch to meet: its gradients can be the sums too."""
         try:
             self._sums = [
-                torch.empty_like(p, requires_grad=False) if id(p) in wanted else None
-                for p in self._parameters
+                torch.empty_like(p, requires_grad=False) if is_wanted else None
+                for p, is_wanted in zip(self._parameters, are_wanted)
             ]
         except Exception as error:
             if not is_oom(error):
@@ -206,7 +207,8 @@ class Accumulators:
 
     def _add_even(self) -> bool:
         """Whether each parameter has a gradient, and a dense sum or none has one, as in most
-        micro-batches. The layouts of the sums are asked once."""
+        micro-batches. The layouts of the sums are asked once; those that begin_batch() gives are
+        dense."""
         found: List[Any] = [p.grad for p in self._parameters]
         if not all(map(_is_there, found)):
             return False
@@ -214,11 +216,22 @@ class Accumulators:
             self._are_dense = _strided.issuperset([total.layout for total in self._sums])
         if self._are_dense:
             self._add_each(self._sums, found)
+        elif True in self._has_sum or not self._begin_sums(found):
+            return False
+        self.clear()
+        return True
+
+    def _begin_sums(self, found: List[torch.Tensor]) -> bool:
+        """Take the first gradients of a batch. False: only some of the sums were made before."""
+        if all(map(_is_there, self._sums)):
+            if not _strided.issuperset([gradient.layout for gradient in found]):
+                return False
+            foreach_copy_(self._sums, found)
         elif any(map(_is_there, self._sums)) or self._taking():
             return False
         else:
-            self._sums, self._has_sum = found, [True] * len(found)
-        self.clear()
+            self._sums = found
+        self._has_sum = [True] * len(found)
         return True
 
     def _add_uneven(self) -> None:
@@ -278,7 +291,3 @@ class SharedAccumulators(Accumulators, abc.ABC):
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take part in the collectives that are left as a rank that has failed. May run out of
         memory. Raises Lost."""
-
-
-def _is_like(total: Optional[torch.Tensor], p: torch.nn.Parameter) -> bool:
-    return total is not None and _is_dense(total) and total.dtype is p.dtype
