@@ -189,13 +189,14 @@ def trained(fails_at=0, times=1, steps=3, size=SAMPLES, dropout=0.3, **options):
     return [*state_of(model), torch.random.get_rng_state()], losses, mode, step
 
 
+@pytest.mark.parametrize("stride", (7, pytest.param(1, marks=pytest.mark.night)))
 @pytest.mark.parametrize("options", ({}, {"gradients": "inplace", "clip": 0.5}))
-def test_an_oom_at_every_operation_leaves_the_bits_of_a_run_at_that_size(options):
+def test_an_oom_at_every_operation_leaves_the_bits_of_a_run_at_that_size(options, stride):
     """With dropout: parts that are embedded again draw the same numbers."""
     _, _, counter, _ = trained(1 << 30, size=12, **options)
     first, _, _, _ = trained(steps=1, size=12, **options)
     known = {}
-    for at in range(1, counter.seen + 1, 3):
+    for at in range(1, counter.seen + 1, stride):
         try:
             state, losses, mode, step = trained(at, size=12, **options)
         except rebatch.Torn:
@@ -209,6 +210,25 @@ def test_an_oom_at_every_operation_leaves_the_bits_of_a_run_at_that_size(options
         assert mode.failed == 1
     assert set(known) == {6, 12}
     assert counter.seen > 100
+
+
+class FailsAtZeros(FailAt):
+    """In the n-th operation that makes the place of a loss."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if "zeros.default" not in str(function):
+            return function(*arguments, **(keywords or {}))
+        return super().__torch_dispatch__(function, types, arguments, keywords)
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_an_oom_between_two_parts_begins_with_the_first_pass(at):
+    """Before the second pass of a part has begun."""
+    model, batch = Pair().double(), batch_of()
+    with FailsAtZeros(at) as mode:
+        backward_of(model, micro_start=8)(batch)
+    assert_near(gradients_of(model), uncut(Pair().double(), embed, clip, batch)[1])
+    assert mode.seen >= 3
 
 
 def two_sizes(size, **options):

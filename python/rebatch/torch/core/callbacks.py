@@ -470,6 +470,9 @@ class Callbacks:
         running = self._running
         if self._lockstep:
             self._lockstep.begin_pass()
+        if self.whole_loss and first and not self._is_trial:
+            # After an OOM the batch runs again from the first pass, whose cut is another then.
+            lib.rebatch_mutating(self.session.rb)
         self._begin_loss()
         if self.graphs and not (self._is_trial or self.graphs.is_off):
             return self._pass_by_graph(self.graphs, first, count)
@@ -505,9 +508,6 @@ class Callbacks:
         if first == 0:
             whole.first_pass(count)
             loss, extras = self._loss_over_batch(whole, loss)
-        else:
-            # After an OOM the batch runs again from the first pass, whose cut is another then.
-            lib.rebatch_mutating(self.session.rb)
         for rows in whole.second_pass(first, count):
             self._go_backward(rows, first, count)
         return loss, extras

@@ -178,6 +178,7 @@ class WholeLoss:
     def second_pass(self, first: int, count: int) -> Iterator[Rows]:
         """Rows of these samples, and their gradients. Where random numbers are drawn, the parts are
         those of the first pass: all that end with these samples."""
+        assert self._own or self._graph  # the first pass has not been dropped
         if self._left and not self._draws:
             yield self._rows(first, count)
         while self._draws and self._left and sum(self._left[0]) <= first + count:
