@@ -116,7 +116,7 @@ class Budget(Tokens):
             if not value >= 1:
                 raise ValueError(f"rebatch: {name} is {value!r}: expected 1 or more")
         self._backward = model if isinstance(model, Backward) else None
-        self.modules = listed(self._backward.model if self._backward else model)
+        self._modules = listed(self._backward.model if self._backward else model)
         self._optimizers, self._cost = listed(optimizer), cost
         self._start, self._largest, self._log_level = int(start), largest, log_level
         self._memory: Optional[CostMemory] = None  # once a micro-batch has run
@@ -154,7 +154,7 @@ class Budget(Tokens):
     def agree(self, group: Any = None) -> None:
         """Set the budget to the smallest of all ranks, which call this together, such as after each
         update. From the first call on, what the sampler reads changes here alone."""
-        self.open()
+        self._open()
         distributed = torch.distributed
         is_nccl = "nccl" in distributed.get_backend(group)
         values = torch.tensor(self._values(), dtype=torch.float64)
@@ -203,10 +203,10 @@ class Budget(Tokens):
 
     # ---- what is learned ----
 
-    def open(self) -> CostMemory:
+    def _open(self) -> CostMemory:
         """The memory of the device that the model is on when the first micro-batch runs."""
         if self._memory is None:
-            parameters = [p for m in self.modules for p in m.parameters()]
+            parameters = [p for m in self._modules for p in m.parameters()]
             self._trained = [p for p in parameters if p.requires_grad]
             self._gradient_bytes = sum(own_part(p).nbytes for p in self._trained)
             self._device = parameters[0].device if parameters else torch.device("cpu")
@@ -219,24 +219,24 @@ class Budget(Tokens):
                 self._memory.learn(number, 0, c.Status.OK, known.budget)
         return self._memory
 
-    def held_bytes(self) -> int:
+    def _held_bytes(self) -> int:
         """Of gradients that are there: they count as needed."""
         return self._gradient_bytes if any(p.grad is not None for p in self._trained) else 0
 
-    def begins(self) -> bool:
+    def _begins(self) -> bool:
         """A block does: whether its peak is to be learned from. Where blocks begin with the
         gradients of earlier ones, those that begin without need less, by an unknown part of them;
         and where none has for long, what was measured with gradients is no point of the same
         line."""
-        held = self.held_bytes() > 0
+        held = self._held_bytes() > 0
         self._bare = 0 if held else self._bare + 1
         if held != self._accumulates and (held or self._bare == _MOST_BARE):
             self._accumulates, self._memory = held, None
             self._known = {n: _Class(k.budget, k.longest) for n, k in self._known.items()}
-            self.open()
+            self._open()
         return held == self._accumulates
 
-    def result_of_backward(self) -> Optional[int]:
+    def _result_of_backward(self) -> Optional[int]:
         """Of the micro-batch that a Backward has done: one that it has cut for want of memory has
         failed as it was. The next one is whole again."""
         backward = self._backward
@@ -246,11 +246,11 @@ class Budget(Tokens):
             backward.load_state_dict({**backward.state_dict(), "micro": 0})
         return int(c.Status.OOM) if backward.report.ooms else None
 
-    def learn(self, block: Measure, needed: int, asked: int, result: Optional[int]) -> None:
+    def _learn(self, block: Measure, needed: int, asked: int, result: Optional[int]) -> None:
         """A block has ended. Its result is None where it tells nothing of its cost."""
-        memory = self.open()
+        memory = self._open()
         promised = sum(first_kept_bytes(optimizer) for optimizer in self._optimizers)
-        there = memory.figures.available() + self.held_bytes() - promised
+        there = memory.figures.available() + self._held_bytes() - promised
         self.microbatches += 1
         if result == c.Status.OOM:
             self.ooms += 1
@@ -261,7 +261,7 @@ class Budget(Tokens):
         memory.available_bytes = max(0, there - max(self._in_pieces, there // _SPARE))
         before = {key: known.budget for key, known in self._known.items()}
         if result is not None:
-            self._learn(memory, block, needed, asked, result)
+            self._learn_class(memory, block, needed, asked, result)
         if abs(there - self._seen_bytes) > self._seen_bytes // 64:
             self._seen_bytes = there
             for key, known in self._known.items():
@@ -269,7 +269,7 @@ class Budget(Tokens):
         if before != {key: known.budget for key, known in self._known.items()}:
             self._publish()
 
-    def _learn(
+    def _learn_class(
         self, memory: CostMemory, block: Measure, needed: int, asked: int, result: int
     ) -> None:
         number, known = block.number, self._known.get(block.number)
@@ -330,21 +330,21 @@ class Measure:
 
     def __enter__(self) -> None:
         budget = self._budget
-        self._names = BlockNames(sys._getframe(1), {id(module) for module in budget.modules})
-        budget.open()
-        self._is_telling = budget.begins()
-        figures = budget.open().figures
+        self._names = BlockNames(sys._getframe(1), {id(module) for module in budget._modules})
+        budget._open()
+        self._is_telling = budget._begins()
+        figures = budget._open().figures
         figures.begin()
-        self._ooms, self._base_bytes = figures.ooms, figures.live - budget.held_bytes()
+        self._ooms, self._base_bytes = figures.ooms, figures.live - budget._held_bytes()
 
     def __exit__(self, _kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        budget, figures = self._budget, self._budget.open().figures
+        budget, figures = self._budget, self._budget._open().figures
         names, self._names = self._names, None
         figures.read()
         needed = max(0, figures.peak - self._base_bytes)
         if error is None:
-            result = budget.result_of_backward()
-            budget.learn(self, needed, 0, result if result or self._is_telling else None)
+            result = budget._result_of_backward()
+            budget._learn(self, needed, 0, result if result or self._is_telling else None)
         elif isinstance(error, Exception) and is_oom(error, figures.ooms > self._ooms):
             asked = asked_bytes(error)
             assert names is not None  # the block was entered
@@ -355,4 +355,4 @@ class Measure:
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            budget.learn(self, needed, asked, c.Status.OOM)
+            budget._learn(self, needed, asked, c.Status.OOM)
