@@ -20,6 +20,8 @@
 #include "rebatch/arena.h"
 #include "rebatch/pool.h"
 
+struct rebatch; /* step.h */
+
 /** Options of a sleep. Zero means default. */
 typedef struct rebatch_sleep_options {
     size_t struct_size;          /**< sizeof(rebatch_sleep_options) */
@@ -139,6 +141,12 @@ REBATCH_API rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path
  *          answer is empty; REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_ask(char *answer, size_t size, const char *path,
                                        const char *request);
+
+/** How much of the last minute of steps memory cut smaller: an average over time whose weights fall
+ *  to 1/e in a minute, as avg60 of Linux's pressure stall information.
+ *  @param rb  the session
+ *  @return from 0 to 1; 0 when `rb` is NULL, and before the first step has ended */
+REBATCH_API double rebatch_short_of_memory(const struct rebatch *rb);
 
 /** Write what the processes of this user answer to `status` that have a socket in the folder
  *  $XDG_RUNTIME_DIR/rebatch, or /tmp/rebatch-UID where that variable is not set: a table, or an

@@ -540,7 +540,6 @@ typedef struct rebatch_step_report {
                     parameters: some are new, some are old, and nothing was undone */
     uint64_t overflow_bytes; /**< host memory that the update took, because the device had no more
                                   after it had begun to change parameters */
-    double short_of_memory; /**< part of the last minute of steps that memory cut smaller, 0 to 1 */
 } rebatch_step_report;
 
 /** Where guarded state is. */

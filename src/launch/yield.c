@@ -54,7 +54,7 @@ static void note_step(const rebatch *rb)
     yield.needs = rbi_session_needs(rb);
     yield.samples = rbi_session_batch(rb);
     yield.micro = report->micro;
-    yield.short_permille = (uint64_t)(report->short_of_memory * 1000 + .5);
+    yield.short_permille = (uint64_t)(rebatch_short_of_memory(rb) * 1000 + .5);
     yield.steps++;
 }
 

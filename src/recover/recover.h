@@ -842,7 +842,7 @@ struct rebatch {
 
     /* what is learned and made */
     uint64_t step;
-    double short_share;     /* rebatch_step_report.short_of_memory */
+    double short_share;     /* rebatch_short_of_memory() */
     bool has_updated;       /* an update has run */
     uint64_t update_bytes;  /* that the next one will need; 0: not known */
     struct rbi_sizes sizes; /* of the function whose samples run: the step's, or a map's */

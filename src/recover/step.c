@@ -2,6 +2,7 @@
  * Must not know how samples are cut. */
 #include <stdlib.h>
 
+#include "rebatch/sharing.h"
 #include "recover/recover.h"
 
 static rebatch_status clear_nothing(void *user)
@@ -270,10 +271,14 @@ static void count_short(rebatch *rb)
     rb->short_share += seconds / (60 + seconds) * (is_short - rb->short_share);
 }
 
+double rebatch_short_of_memory(const rebatch *rb)
+{
+    return rb ? rb->short_share : 0;
+}
+
 void rbi_step_report(rebatch *rb, rebatch_status status)
 {
     rebatch_step_report *report = &rb->run.report;
-    report->short_of_memory = rb->short_share;
     report->status = status;
     report->micro = status ? 0 : rb->sizes.thrashing.most_samples;
     struct rbi_memory memory;

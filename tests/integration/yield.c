@@ -312,8 +312,8 @@ Test(yield, a_training_that_pauses_is_bounded_when_its_next_step_begins)
     HAS(text, ", not in a step: the next one is bounded");
     OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, &report));
     cr_expect_eq(report.micro, 4);
-    cr_expect_gt(report.short_of_memory, 0);
-    cr_expect_lt(report.short_of_memory, 1);
+    cr_expect_gt(rebatch_short_of_memory(rig.rb), 0);
+    cr_expect_lt(rebatch_short_of_memory(rig.rb), 1);
 }
 
 static void *ask_for_four(void *text)
@@ -362,12 +362,12 @@ Test(yield, a_step_is_short_of_memory_when_that_has_made_it_smaller_and_no_optio
     rebatch *const whole = rig.rb;
     rig.rb = chosen;
     OK(rebatch_step(chosen, &rig.ops, BATCH, &rig, &report));
-    cr_expect(report.micro == 4 && report.short_of_memory <= 0);
+    cr_expect(report.micro == 4 && rebatch_short_of_memory(chosen) <= 0);
     rebatch_close(chosen);
     rig.rb = whole;
     OK(rebatch_pool_set_limit(rebatch_get_pool(whole), WEIGHTS + 8 * SAMPLE));
     OK(rebatch_step(whole, &rig.ops, BATCH, &rig, &report));
-    cr_expect(report.micro == 8 && report.short_of_memory > 0);
+    cr_expect(report.micro == 8 && rebatch_short_of_memory(whole) > 0);
 }
 
 /* ---- the reference model ---- */

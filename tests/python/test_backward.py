@@ -54,7 +54,7 @@ def test_a_step_is_a_backward_and_an_update():
     assert public(rebatch.Step) == public(rebatch.Backward)
     assert public(TrainerBackward) - public(rebatch.Backward) == {
         *("parameters", "samples", "available_bytes", "kind_of_update"),
-        *("is_sharded", "knows_norm", "clip"),
+        *("is_sharded", "knows_norm", "clip", "has_graphs", "is_captured", "ran_out"),
     }
 
 

@@ -278,7 +278,9 @@ class Training:
         micros = self.ranks.micros() if self.ranks else ()
         samples, self._longest = running.samples, running.longest
         graphs, is_known = callbacks.graphs, samples == self._clean_samples
-        self.report = report_of(filled, samples, micros, is_known, graphs.replayed if graphs else 0)
+        replayed = graphs.replayed if graphs else 0
+        short = lib.rebatch_short_of_memory(session.rb)
+        self.report = report_of(filled, samples, micros, is_known, replayed, short)
         if not (status or filled.ooms):
             self._clean_samples = samples
         self.totals.add(self.report, not status and callbacks.is_applied)

@@ -166,9 +166,14 @@ def map_report_of(filled: c.StepReport, samples: int) -> MapReport:
 
 
 def report_of(
-    filled: c.StepReport, samples: int, ranks: Tuple[int, ...], knows_time: bool, replayed: int
+    filled: c.StepReport,
+    samples: int,
+    ranks: Tuple[int, ...],
+    knows_time: bool,
+    replayed: int,
+    short: float,
 ) -> Report:
-    """knows_time: a step of so many samples had no OOM."""
+    """knows_time: a step of so many samples had no OOM. short: rebatch_short_of_memory()."""
     report = object.__new__(Report)  # a frozen dataclass sets one field after another
     report.__dict__.update(
         _counts_of(filled, samples),
@@ -178,7 +183,7 @@ def report_of(
         budget=filled.cost_after,
         torn=filled.torn,
         overflow_bytes=filled.overflow_bytes,
-        short_of_memory=filled.short_of_memory,
+        short_of_memory=short,
         ranks=ranks,
         replayed=replayed,
     )
