@@ -68,7 +68,7 @@ extern "C" {
  *  callback wait for the wake; a free works. Memory that rebatch_pool_reserve() holds is released.
  *  A second sleep puts more to sleep; what sleeps already stays asleep. The copy is in pinned host
  *  memory, at most half of what the host has free. It is kept for the next sleep, unless the host
- *  then has less free than the copy takes.
+ *  then has less free than twice the copy.
  *  @param pool         the pool
  *  @param options      copied; NULL: defaults
  *  @param[out] report  zeros on failure; may be NULL

@@ -44,7 +44,9 @@ static rebatch_status make_room(rebatch_pool *pool, size_t bytes)
         return status;
     if (bytes - room > cached - rbi_min(cached, pool->promised_bytes))
         return REBATCH_OOM;
+    pool->vm.floor_pages = 0; /* what is given back is taken again at once */
     status = rbi_pool_trim_cache(pool, cached - (bytes - room), NULL, &released);
+    rbi_pool_set_floor(pool);
     if (status == REBATCH_OK)
         status = rbi_pool_room(&room, pool, NULL);
     return status == REBATCH_OK && bytes > room ? REBATCH_OOM : status;

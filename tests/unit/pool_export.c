@@ -329,6 +329,20 @@ Test(pool_export, a_limit_holds_for_it)
     rebatch_arena_destroy(arena);
 }
 
+Test(pool_export, what_a_floor_keeps_serves_it)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_bytes = 64 * PAGE;
+    AUTO_RIG rig = rig_open(128, &options);
+    cr_assert_eq(rebatch_pool_set_floor(rig.pool, 64 * PAGE), REBATCH_OK);
+    rebatch_arena *const arena = open_shared(rig.pool);
+    char *const block = take_shared(arena, 8 * PAGE, 1);
+    assert_valid(rig.pool);
+    cr_expect_eq(rig.pool->vm.floor_pages, 64);
+    give(rig.pool, block);
+    rebatch_arena_destroy(arena);
+}
+
 Test(pool_export, wrong_arguments_are_refused)
 {
     AUTO_RIG rig = rig_open(64, NULL);

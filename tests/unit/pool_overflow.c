@@ -433,3 +433,23 @@ Test(pool_overflow, any_calls_keep_contents)
         cr_assert_gt(most, 0);
     }
 }
+
+Test(pool_overflow, host_memory_keeps_its_contents_in_a_sleep)
+{
+    AUTO_RIG rig = open_beside(8, 100, NULL);
+    void *const first = take_filled(rig.pool, 5 * PAGE, 1);
+    allow(rig.pool, true);
+    void *const second = take_filled(rig.pool, 6 * PAGE, 2);
+    const uint64_t host = stats_of(rig.pool).overflow_bytes;
+    cr_assert_gt(host, 0);
+    cr_assert_eq(rebatch_pool_sleep(rig.pool, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(rig.pool);
+    cr_assert_eq(used_of(rig.device), 0);
+    cr_expect_eq(stats_of(rig.pool).overflow_bytes, host);
+    cr_assert_eq(rebatch_pool_wake(rig.pool), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(rig.pool);
+    assert_filled(first, 5 * PAGE, 1);
+    assert_filled(second, 6 * PAGE, 2);
+    give(rig.pool, first);
+    give(rig.pool, second);
+}

@@ -21,6 +21,8 @@ rebatch_status rbi_asleep_add(struct rbi_vm *vm, size_t from, struct rbi_map *ma
     struct rbi_sleeper *const last =
         asleep->count > from ? &asleep->sleepers[asleep->count - 1] : NULL;
     const size_t copy = asleep->copied_pages;
+    if (rbi_overflow_find(vm, map->address + first * vm->page_bytes))
+        return REBATCH_OK; /* host memory, which nobody gains */
     asleep->copied_pages += has_copy ? count : 0;
     if (last && last->map == map && last->first + last->count == first &&
         last->has_copy == has_copy) {

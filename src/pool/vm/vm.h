@@ -169,7 +169,8 @@ rebatch_status rbi_overflow_move(struct rbi_vm *vm, struct rbi_map *map, size_t 
 /* ---- memory that is given away for a while (asleep.c); all work must be done ---- */
 
 /* `from` is how many sleepers there were before. */
-/* Notes that whole chunks are to sleep, with a copy of their contents or without. */
+/* Notes that whole chunks are to sleep, with a copy of their contents or without; those of the host
+ * stay. */
 rebatch_status rbi_asleep_add(struct rbi_vm *vm, size_t from, struct rbi_map *map, size_t first,
                               size_t count, bool has_copy);
 /* Whether that is noted of a page. */
