@@ -58,8 +58,11 @@ static void take_in(void)
     size_t free_at = 0;
     while (free_at < CLIENTS && all.clients[free_at].fd >= 0)
         free_at++;
-    if (client.fd < 0)
+    if (client.fd < 0) {
+        if (errno != EAGAIN) /* no descriptor is left, and the client still waits */
+            (void)poll(&(struct pollfd){.fd = all.bell, .events = POLLIN}, 1, TURN_MS);
         return;
+    }
     if (!is_allowed(client.fd))
         refuse(&client, "only the process's own user and root may ask");
     else if (free_at == CLIENTS)

@@ -68,8 +68,10 @@ static int lock_folder(const char *path)
 
 static void unlock_folder(int fd)
 {
-    if (fd >= 0)
-        (void)close(fd);
+    if (fd < 0)
+        return;
+    (void)flock(fd, LOCK_UN); /* a child of fork() may have the descriptor too */
+    (void)close(fd);
 }
 
 static int connect_to(const struct sockaddr_un *address, int flags)

@@ -23,11 +23,13 @@ static struct {
      * beyond the bound for being freed. */
     pthread_mutex_t lock;
     struct rbi_pool_task task;
-    bool is_posted;                                /* and has not run */
-    bool sleeps, is_asleep;                        /* sleeps: that is asked for, else a give */
-    char complaint[256];                           /* why it does not sleep */
-    struct rbi_client *asking;                     /* NULL: none waits for an answer */
-    uint64_t asked_ns, held_before, target, bound; /* bound: in force; 0: none */
+    bool is_posted;            /* and has neither run nor been withdrawn */
+    bool sleeps;               /* that is asked for, else a give */
+    bool has_slept;            /* on request; anybody may have woken it since */
+    char complaint[256];       /* why it does not sleep */
+    struct rbi_client *asking; /* NULL: none waits for an answer */
+    uint64_t asked_ns, ran_ns, held_before, target;
+    uint64_t bound; /* set on request; 0: none. It holds as long as it is the pool's */
 
     /* what the training tells, in its thread */
     rebatch *rb;                    /* whose step or map runs, NULL: none */
@@ -58,6 +60,12 @@ static void note_step(const rebatch *rb)
     yield.steps++;
 }
 
+/* Whether the pool has the bound that was asked for: a wake by the program ends it too. */
+static bool holds_bound(void)
+{
+    return yield.bound && rbi_pool_given(yield.pool) == yield.bound;
+}
+
 /* The lock is held. */
 static void set_bound(uint64_t bytes)
 {
@@ -66,28 +74,32 @@ static void set_bound(uint64_t bytes)
 }
 
 /* Never less than what a step needs, so that what is asked ends no training; and never more than
- * was asked before. */
+ * before. */
 static void set_bound_in_turn(void)
 {
-    const uint64_t before = yield.bound ? yield.bound : UINT64_MAX;
     if (yield.rb)
         yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
-    set_bound(rbi_max(yield.needs, rbi_min(before, yield.target)));
+    const uint64_t before = rbi_pool_given(yield.pool), most = rbi_max(yield.needs, yield.target);
+    if (most < before)
+        set_bound(most);
 }
 
 /* After a sleep the pool lets the thread wait for the wake. */
+static void fall_asleep_in_turn(void)
+{
+    yield.has_slept = rebatch_pool_sleep(yield.pool, NULL, NULL) == REBATCH_OK;
+    if (!yield.has_slept)
+        (void)snprintf(yield.complaint, sizeof yield.complaint, "%s", rebatch_last_error());
+}
+
 static void run_in_turn(void *user)
 {
     (void)user;
     (void)pthread_mutex_lock(&yield.lock);
-    if (!yield.sleeps)
-        set_bound_in_turn();
-    else
-        yield.is_asleep = rebatch_pool_sleep(yield.pool, NULL, NULL) == REBATCH_OK;
-    if (yield.sleeps && !yield.is_asleep)
-        (void)snprintf(yield.complaint, sizeof yield.complaint, "%s", rebatch_last_error());
+    if (yield.is_posted)
+        (yield.sleeps ? fall_asleep_in_turn : set_bound_in_turn)();
     yield.is_posted = false;
-    yield.turned_ns = rbi_now_ns();
+    yield.ran_ns = rbi_now_ns();
     (void)pthread_mutex_unlock(&yield.lock);
     rbi_clients_ring();
 }
@@ -112,10 +124,9 @@ static void on_turn(rebatch *rb, enum rbi_turn turn)
 static bool lift(rebatch *rb, uint64_t missing_bytes)
 {
     (void)pthread_mutex_lock(&yield.lock);
-    const uint64_t before = yield.bound;
-    const bool may = before && rebatch_get_pool(rb) == yield.pool;
+    const bool may = rebatch_get_pool(rb) == yield.pool && holds_bound();
     if (may)
-        set_bound(before + rbi_max(missing_bytes, before / 32));
+        set_bound(yield.bound + rbi_max(missing_bytes, yield.bound / 32));
     (void)pthread_mutex_unlock(&yield.lock);
     return may;
 }
@@ -148,12 +159,6 @@ static void end_with_held(struct rbi_client *client, struct rbi_text *t)
     rbi_client_end(client, t);
 }
 
-/* On request, or by the program. The lock is held. */
-static bool is_asleep(void)
-{
-    return yield.is_asleep || rbi_pool_sleeps(yield.pool);
-}
-
 /* No step runs, and none has for a while. */
 static bool has_stopped(uint64_t since_ns, uint64_t now)
 {
@@ -178,8 +183,9 @@ static void say_status(struct rbi_client *client)
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
     const rebatch_pool_stats stats = read_stats();
-    const bool sleeps = is_asleep(), trains = !sleeps && !has_stopped(0, rbi_now_ns());
-    const uint64_t period = yield.period_ns;
+    const bool sleeps = rbi_pool_sleeps(yield.pool);
+    const bool trains = !sleeps && !has_stopped(0, rbi_now_ns());
+    const uint64_t period = yield.period_ns, bound = rbi_pool_given(yield.pool);
     const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
     rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
     rbi_text_add_json(&t, yield.command);
@@ -190,7 +196,7 @@ static void say_status(struct rbi_client *client)
     rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
                  stats.reserved_bytes, stats.live_bytes);
     add_known(&t, "needs_bytes", yield.needs);
-    add_known(&t, "bound_bytes", yield.bound);
+    add_known(&t, "bound_bytes", bound == SIZE_MAX ? 0 : bound);
     rbi_text_add(&t, ", \"steps\": %" PRIu64 ", \"micro\": %" PRIu64, (uint64_t)yield.steps,
                  (uint64_t)yield.micro);
     add_thousandths(&t, "steps_per_second", per_second);
@@ -210,8 +216,9 @@ static void say_given(void)
     struct rbi_client *const client = yield.asking;
     const uint64_t now = rbi_now_ns(), held = read_stats().reserved_bytes;
     const bool is_late = yield.is_posted ? has_stopped(yield.asked_ns, now)
-                                         : now - rbi_max(yield.turned_ns, yield.asked_ns) > STEP_NS;
-    const bool is_done = !yield.is_posted && held <= rbi_max(yield.bound, yield.target);
+                                         : now - rbi_max(yield.ran_ns, yield.asked_ns) > STEP_NS;
+    const uint64_t bound = holds_bound() ? yield.bound : 0;
+    const bool is_done = !yield.is_posted && held <= rbi_max(bound, yield.target);
     if (!is_done && !is_late && yield.turned_ns)
         return;
     rbi_text_add(&t, "%s: gave ", held <= yield.target ? "ok" : "partly");
@@ -251,11 +258,11 @@ static void give(struct rbi_client *client, const char *size)
 
 /* ---- sleep and wake ---- */
 
-/* What the training has not begun to do, it does not do. The lock is held. */
+/* What the training has not done, it does not do. The lock is held. */
 static void withdraw(void)
 {
-    if (yield.is_posted && rbi_pool_withdraw_task(yield.pool, &yield.task))
-        yield.is_posted = false;
+    (void)rbi_pool_withdraw_task(yield.pool, &yield.task);
+    yield.is_posted = false;
     yield.asking = NULL;
 }
 
@@ -270,7 +277,7 @@ static void say_asleep(void)
         return;
     const bool has_begun = yield.turned_ns && !yield.is_posted;
     withdraw();
-    if (!yield.is_asleep) {
+    if (!yield.has_slept) {
         refuse(client, has_begun ? yield.complaint
                                  : "not in a step, and it sleeps between two micro-batches");
         return;
@@ -284,6 +291,7 @@ static void fall_asleep(struct rbi_client *client)
     yield.asking = client;
     yield.asked_ns = rbi_now_ns();
     yield.sleeps = true;
+    yield.has_slept = false;
     if (yield.turned_ns && !yield.is_posted)
         yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
     say_asleep();
@@ -293,12 +301,14 @@ static void wake(struct rbi_client *client)
 {
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
-    yield.bound = 0;
+    struct rbi_client *const asking = yield.asking;
+    withdraw();
+    if (asking)
+        refuse(asking, "a wake has come before it");
     if (rebatch_pool_wake(yield.pool)) {
         refuse(client, rebatch_last_error());
         return;
     }
-    yield.is_asleep = false;
     rbi_text_add(&t, "ok: it may take memory again");
     end_with_held(client, &t);
 }
@@ -324,7 +334,7 @@ static void take_request(struct rbi_client *client)
         rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB, sleep or "
                          "wake");
         refuse(client, text);
-    } else if (is_asleep())
+    } else if (rbi_pool_sleeps(yield.pool))
         refuse(client, "it sleeps: expected wake");
     else if (!yield.asking && is_give)
         give(client, line + 5);
@@ -398,7 +408,7 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     static const struct rbi_asker asker = {.on_turn = on_turn, .lift = lift};
     static const struct rbi_answerer answerer = {.answer = answer, .gone = gone};
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    if (yield.pool && (yield.bound || yield.is_asleep))
+    if (yield.pool && (holds_bound() || (yield.has_slept && rbi_pool_sleeps(yield.pool))))
         (void)!rebatch_pool_wake(yield.pool); /* nobody could ask for it any more */
     stop();
     if (!pool)
@@ -410,7 +420,7 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     read_command();
     yield.pool = pool;
     yield.rb = NULL;
-    yield.is_asleep = false;
+    yield.has_slept = false;
     yield.bound = yield.ended_ns = yield.needs = yield.turned_ns = yield.steps = yield.samples = 0;
     yield.period_ns = yield.micro = yield.short_permille = yield.runs = 0;
     status = rbi_clients_begin(&yield.socket, &answerer);

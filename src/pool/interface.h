@@ -172,6 +172,8 @@ struct rbi_pool_task {
 bool rbi_pool_post_task(rebatch_pool *pool, struct rbi_pool_task *task);
 /* @return false: it has begun to run, or has run */
 bool rbi_pool_withdraw_task(rebatch_pool *pool, struct rbi_pool_task *task);
+/* The bound of rebatch_pool_give(); SIZE_MAX: there is none. */
+size_t rbi_pool_given(rebatch_pool *pool);
 /* Between two micro-batches, by the thread that trains: an atomic load where nothing waits. Outside
  * of sessions rebatch_pool_mark() does it. */
 void rbi_pool_run_task(rebatch_pool *pool);

@@ -105,6 +105,14 @@ rebatch_status rebatch_pool_set_floor(rebatch_pool *pool, size_t floor_bytes)
     return status;
 }
 
+size_t rbi_pool_given(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    const size_t bytes = pool->given_bytes;
+    rbi_pool_give_lock(pool);
+    return bytes;
+}
+
 void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)
 {
     const size_t others = pool->device->others.bytes;

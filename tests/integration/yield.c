@@ -8,10 +8,12 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "gpt_common.h"
@@ -351,6 +353,83 @@ Test(yield, the_program_may_put_its_pool_to_sleep_itself)
     HAS(text, "holds 8.00 MiB");
 }
 
+Test(yield, a_wake_by_the_program_ends_what_was_asked)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    rig_train(&rig);
+    ASK(text, "give 20MiB");
+    OK(rebatch_pool_wake(pool));
+    ASK(text, "status");
+    HAS(text, "\"bound_bytes\": null");
+    wait_for_micro(&rig, BATCH);
+    ASK(text, "sleep");
+    OK(rebatch_pool_wake(pool));
+    ASK(text, "status");
+    HAS(text, "\"state\": \"training\"");
+    ASK(text, "give 4MiB");
+    HAS(text, "ok: ");
+}
+
+Test(yield, a_bound_of_the_program_is_not_raised)
+{
+    char text[512];
+    OPEN(rig, rig, path);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    rig_train(&rig);
+    OK(rebatch_pool_give(pool, WEIGHTS + 8 * SAMPLE, NULL));
+    wait_for_micro(&rig, 8);
+    ASK(text, "give to 60MiB");
+    usleep(50000);
+    cr_expect_leq(rig.micro, 8);
+    cr_expect_leq(held_by(&rig), WEIGHTS + 8 * SAMPLE);
+}
+
+Test(yield, a_wake_ends_what_the_next_step_would_have_given)
+{
+    char text[512];
+    rebatch_step_report report;
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    rig_stop(&rig);
+    ASK(text, "give 20MiB");
+    HAS(text, "the next one is bounded");
+    ASK(text, "wake");
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, &report));
+    cr_expect_eq(report.micro, BATCH);
+    ASK(text, "status");
+    HAS(text, "\"bound_bytes\": null");
+}
+
+Test(yield, who_waits_for_memory_hears_of_a_wake)
+{
+    static const char *const requests[] = {"give 20MiB\n", "sleep\n"};
+    char text[512];
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    rig.holds = true;
+    while (!rig.in_microbatch)
+        usleep(1000);
+    for (size_t i = 0; i < 2; i++) {
+        const int fd = connect_raw();
+        const size_t length = strlen(requests[i]);
+        cr_assert_eq(send(fd, requests[i], length, 0), length);
+        usleep(50000);
+        ASK(text, "wake");
+        HAS(text, "ok: ");
+        memset(text, 0, sizeof text);
+        cr_assert_gt(recv(fd, text, sizeof text - 1, 0), 0);
+        cr_expect_str_eq(text, "no: a wake has come before it\n");
+        (void)close(fd);
+    }
+    rig.holds = false;
+    const unsigned updates = rig.updates;
+    while (rig.updates < updates + 3)
+        usleep(1000);
+    cr_expect_eq(rig.micro, BATCH);
+}
+
 /* ---- short of memory ---- */
 
 Test(yield, a_step_is_short_of_memory_when_that_has_made_it_smaller_and_no_option_has)
@@ -457,6 +536,37 @@ Test(yield, clients_that_send_nothing_hinder_nobody)
     HAS(text, "\"state\": \"not in a step\"");
     for (size_t i = 0; i < 40; i++)
         (void)close(fds[i]);
+}
+
+Test(yield, without_descriptors_the_thread_does_not_spin)
+{
+    const struct timespec moment = {.tv_nsec = 500000000};
+    struct rlimit before, few;
+    struct timespec used, after;
+    int fds[100], count = 0;
+    OPEN(rig, rig, path);
+    const int waits = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    cr_assert_eq(getrlimit(RLIMIT_NOFILE, &before), 0);
+    few = (struct rlimit){100, before.rlim_max};
+    cr_assert_eq(setrlimit(RLIMIT_NOFILE, &few), 0);
+    while (count < 100 && (fds[count] = dup(waits)) >= 0)
+        count++;
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    memcpy(address.sun_path, path, sizeof path);
+    cr_assert_eq(connect(waits, (struct sockaddr *)&address, sizeof address), 0);
+    (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+    (void)nanosleep(&moment, NULL);
+    (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
+    while (count > 0)
+        (void)close(fds[--count]);
+    cr_assert_eq(setrlimit(RLIMIT_NOFILE, &before), 0);
+    const long used_ms =
+        (after.tv_sec - used.tv_sec) * 1000 + (after.tv_nsec - used.tv_nsec) / 1000000;
+    cr_expect_lt(used_ms, 100, "%ld ms", used_ms);
+    char text[512];
+    cr_assert_eq(send(waits, "status\n", 7, 0), 7);
+    cr_assert_gt(recv(waits, text, sizeof text, 0), 0);
+    (void)close(waits);
 }
 
 /* ---- where the socket is ---- */
