@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -461,6 +462,10 @@ def detached(model, samples):
     return tuple(rows.detach() for rows in embed(model, samples))
 
 
+def nested(model, samples):
+    return torch.nested.nested_tensor(list(samples[0]), layout=torch.jagged)
+
+
 def other_widths(model, samples):
     return model.left(samples[0]), model.right(samples[1])[:, : len(samples[0]) // 4]
 
@@ -470,6 +475,12 @@ WRONG = {
     "embed returned a float for": (lambda model, samples: 1.0, clip),
     "embed returned a NoneType for": (lambda model, samples: [], clip),
     "no tensor of embed gets a gradient: expected one that depends": (detached, clip),
+    "without detach() or torch.no_grad(), and a loss_fn that uses it": (
+        embed,
+        lambda model, embeddings, batch: clip(model, embed(model, batch), batch),
+    ),
+    "embed returned a nested tensor for": (nested, clip),
+    "of shape () for": (lambda model, samples: (model.left(samples[0]), model.bias.exp()), clip),
     "loss_fn returned a tensor of shape (24,): expected a scalar tensor, the loss of the whole": (
         embed,
         lambda model, embeddings, batch: embeddings[0].sum(1),
@@ -509,3 +520,53 @@ def test_what_does_not_go_with_embed_is_refused():
         backward_of(model, loss_fn=lambda model, samples: 0)
     with pytest.raises(ValueError, match="parts.. runs a block for some samples at a time"):
         next(iter(backward_of(model).parts(batch_of())))
+
+
+def pairs_alike(model, embeddings, batch):
+    rows = embeddings[0]
+    return (rows @ rows.conj().T).abs().mean() + embeddings[1].square().mean()
+
+
+def complex_rows(model, samples):
+    return torch.complex(model.left(samples[0]), model.right(samples[1])), model.left(samples[0])
+
+
+def in_place(model, embeddings, batch):
+    rows = embeddings[0]
+    rows *= model.temperature.exp()
+    rows += model.bias
+    return F.cross_entropy(rows @ embeddings[1].T, torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize("embed, loss_fn", ((complex_rows, pairs_alike), (embed, in_place)))
+def test_rows_that_are_complex_or_changed_in_place_have_the_uncut_gradients(embed, loss_fn):
+    model, batch = Pair().double(), batch_of()
+    loss, expected = uncut(model, embed, loss_fn, batch)
+    for size in (24, 7):
+        mine = copy.deepcopy(model)
+        torch.testing.assert_close(backward_of(mine, embed, loss_fn, micro_start=size)(batch), loss)
+        assert_near(gradients_of(mine), expected)
+    rebatch.Backward(model, loss_fn, embed=embed, log_level="quiet").check(batch)
+
+
+def test_rows_are_copied_out_of_what_embed_keeps_or_writes_again():
+    """A row of a longer state would hold all of it, and a buffer has the rows of the last part."""
+    model, batch, buffer = Pair().double(), batch_of(), torch.zeros(SAMPLES, 4).double()
+    model.left.requires_grad_(False)
+    held, most = Unseen(), Unseen(0)
+
+    def first_tokens(model, samples):
+        states = model.right(samples[1])[:, None].repeat(1, 50, 1)
+        held.append(weakref.ref(states.untyped_storage()))
+        most[0] = max(most[0], sum(storage() is not None for storage in held))
+        buffer[: len(samples[0])] = model.left(samples[0])
+        return buffer[: len(samples[0])], states[:, 0]
+
+    loss, expected = uncut(model, first_tokens, clip, batch)
+    held.clear()
+    most[0] = 0
+    backward = backward_of(model, first_tokens, clip, micro_start=4)
+    torch.testing.assert_close(backward(batch), loss)
+    assert_near(gradients_of(model), expected)
+    torch.testing.assert_close(backward.evaluate(batch), loss)
+    assert most[0] == 1

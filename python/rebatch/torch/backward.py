@@ -309,7 +309,7 @@ class Backward:
         with training.holding(batch, is_training=False) as session:
             weight, samples = running.weight, running.samples
             with _evaluating(program.modules), training.quiet():
-                function = self._loss_of if program.embed is None else program.embedded
+                function = self._loss_of if program.embed is None else program.embedded_alone
                 results, self.evaluation_report, status = run_map(
                     session,
                     function,

@@ -14,7 +14,13 @@ from rebatch import _library as c
 from rebatch._library import lib
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.outputs import kept, split_result
-from rebatch.torch.program.embeddings import Embedded, joined_rows, refuse_no_gradient
+from rebatch.torch.program.embeddings import (
+    AsResult,
+    Embedded,
+    joined_rows,
+    may_have_gradient,
+    refuse_no_gradient,
+)
 from rebatch.torch.program.program import Program, Running
 from rebatch.torch.session.oom import is_oom, let_go
 from rebatch.torch.session.session import Ended, Exhausted, Session, why_of
@@ -35,6 +41,7 @@ class WholeLoss:
         self, running: Running, gathering: Optional[Gathering], put_back: Callable[[], None]
     ):
         self._running, self.gathering, self._put_back = running, gathering, put_back
+        self._is_used = False  # what embed returned, in a loss, as far as is known
         self.begin()
 
     def begin(self) -> None:
@@ -60,6 +67,7 @@ class WholeLoss:
         self._spans: List[Span] = []  # of the first pass
         self._left: List[Span] = []  # of these, for the second pass
         self._draws = False  # the first pass has
+        self._hooks: List[Any] = []  # of a whole batch that shows whether its rows are used
         self._states: List[States] = []  # of generators: when the batch began, embedded, and ended
 
     # ---- the first pass, and the loss ----
@@ -80,7 +88,7 @@ class WholeLoss:
             self._own = self._graph.detached()
         else:
             with torch.no_grad():
-                self._own = joined_rows([self._embedded(*span) for span in self._spans])
+                self._own = joined_rows([self._embedded(*s).copied() for s in self._spans])
         self._draws = running.generators.have_moved(self._states[0])
         self._states.append(running.generators.states())
         if not is_whole:
@@ -145,6 +153,10 @@ class WholeLoss:
         ranks = 1
         if self._own is None:
             assert self._graph is not None
+            if not self._is_used:
+                self._hooks = [
+                    t.register_hook(self._note_use) for t in self._graph.tensors if t.requires_grad
+                ]
             value = self._graph.with_rows(self._graph.tensors)
         else:
             self._leaves, ranks = self._own.tensors, 1
@@ -153,8 +165,11 @@ class WholeLoss:
                 if met is None:
                     return None
                 (self._leaves, self._start), ranks = met, self.gathering.size
-            self._leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in self._leaves]
-            value = self._own.with_rows(self._leaves)
+            self._leaves = [
+                t.detach().requires_grad_(may_have_gradient(t)) for t in self._leaves
+            ]
+            results = [AsResult.apply(t) if t.requires_grad else t for t in self._leaves]
+            value = self._own.with_rows(results)
             running.generators.put(self._states[1])
         loss, extras = split_result(program.called(program.loss_fn, value, running.batch))
         loss = running.weighted(loss, running.total, trained)
@@ -163,6 +178,10 @@ class WholeLoss:
     def take_gradients(self) -> None:
         """The loss has gone backward: what its gradient by this rank's rows is."""
         if self._own is None:
+            while self._hooks:
+                self._hooks.pop().remove()
+            if not self._is_used:
+                refuse_no_gradient()
             return
         running, ranks = self._running, self.gathering.size if self.gathering else 1
         mine = slice(self._start, self._start + running.samples)
@@ -172,6 +191,9 @@ class WholeLoss:
         self._states[2:] = [running.generators.states()]
         if not self._graph:
             running.generators.put(self._states[0])
+
+    def _note_use(self, _gradient: torch.Tensor) -> None:
+        self._is_used = True
 
     # ---- the second pass ----
 

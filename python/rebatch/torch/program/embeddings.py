@@ -10,6 +10,22 @@ import torch
 from rebatch.torch.private import tree_flatten, tree_unflatten
 
 
+def may_have_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class AsResult(torch.autograd.Function):
+    """The values of a leaf as a result of an operation, which a loss_fn may change in place."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class Embedded:
     """The tensors of what embed returned for so many samples, in their order; 0: as many as the
     first one has rows."""
@@ -19,15 +35,24 @@ class Embedded:
         if not count and tensors and isinstance(tensors[0], torch.Tensor) and tensors[0].dim():
             count = len(tensors[0])
         for tensor in tensors or [None]:
-            if not (isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) == count):
+            is_whole = isinstance(tensor, torch.Tensor) and not tensor.is_nested
+            if not (is_whole and tensor.dim() and len(tensor) == count):
                 what = f"a {type(tensor).__name__}"
                 if isinstance(tensor, torch.Tensor):
+                    what = "a nested tensor"
+                if is_whole:
                     what = f"a tensor of shape {tuple(tensor.shape)}"
                 raise ValueError(
                     f"rebatch: embed returned {what} for {count} samples: expected a tensor, or a "
                     "tuple or dict of tensors, with a row for each sample in the first dimension"
                 )
         self.tensors: List[torch.Tensor] = tensors
+
+    def copied(self) -> Embedded:
+        """The same without a graph, as it is kept while other samples run: what embed returned may
+        be a view of more, or a buffer that the next samples overwrite."""
+        self.tensors = [tensor.detach().clone() for tensor in self.tensors]
+        return self
 
     def with_rows(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The same with other tensors."""
@@ -46,8 +71,9 @@ class Embedded:
         """A mean over the samples in place of the loss, for a few samples alone: at another cut it
         is another one where a row depends on other samples."""
         means = []
-        for tensor in (t for t in self.tensors if t.is_floating_point()):
-            rows = tensor.reshape(len(tensor), -1)
+        for tensor in filter(may_have_gradient, self.tensors):
+            rows = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            rows = rows.reshape(len(tensor), -1)
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
             weights = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
             means.append((rows.sin() * weights).sum(1).mean())

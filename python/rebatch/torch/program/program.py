@@ -157,6 +157,10 @@ class Program:
         assert self.embed is not None
         return Embedded(self.called(self.embed, samples), count)
 
+    def embedded_alone(self, samples: Any) -> Embedded:
+        """The same without a graph, to be kept."""
+        return self.embedded(samples).copied()
+
     def called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What embed, or a loss_fn of the whole batch, returns."""
         was_running, _loss_fn.is_running = _loss_fn.is_running, True
