@@ -2,6 +2,7 @@
 are looked at there too, where sums run on the host."""
 
 import pytest
+import torch
 
 from test_install import child, compiled, run  # noqa: F401, compiled is a fixture
 
@@ -134,3 +135,23 @@ def test_a_step_goes_on_after_a_wake_and_is_no_place_to_sleep():
     )
     lines = child(script).splitlines()
     assert lines[0] == "0" and lines[1].startswith("True rebatch: a session's step is running")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_where_one_gpu_cannot_sleep_none_does():
+    script = BEGIN + (
+        "model = torch.nn.Linear(1024, 1024, device='cuda:1')\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "refused = []\n"
+        "def loss_fn(model, x):\n"
+        "    try:\n"
+        "        rebatch.sleep()\n"
+        "    except rebatch.Error as error:\n"
+        "        refused.append(str(error))\n"
+        "        torch.empty(MIB, device='cuda:0')\n"
+        "    return model(x).square().mean()\n"
+        "with torch.cuda.device(1):\n"
+        "    rebatch.Step(model, optimizer, loss_fn)(torch.ones(8, 1024, device='cuda:1'))\n"
+        "print(refused[0])\n"
+    )
+    assert "a session's step is running" in child(script)

@@ -19,6 +19,9 @@ def _pools() -> list[int]:
     return [pool for device in devices if (pool := install.front().rebatch_torch_find_pool(device))]
 
 
+_asleep: set[int] = set()  # by sleep(), until wake()
+
+
 def _names(pool: int) -> list[str]:
     """The names of a pool's tags, by number."""
     names: list[str] = []
@@ -72,22 +75,30 @@ def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
 
     Raises:
         ValueError: there is no such tag.
-        Error: the pool cannot sleep now, for example within a step; nothing is asleep then that was
-            not before, on the GPU that it concerns.
+        Error: a pool cannot sleep now, for example within a step; nothing is asleep then that was
+            not before, on no GPU.
         RuntimeError: before install().
     """
     pools = _pools()
     chosen = [(_numbers(pool, "keep", keep), _numbers(pool, "drop", drop)) for pool in pools]
     torch.cuda.empty_cache()  # of PyTorch's own allocator
     total = dict.fromkeys((field[0] for field in _library.SleepReport._fields_), 0)
+    slept: set[int] = set()
     for pool, (kept, dropped) in zip(pools, chosen):
         options = _library.SleepOptions(
             keep=kept, keep_count=len(kept), drop=dropped, drop_count=len(dropped), on_wait=_on_wait
         )
         report = _library.SleepReport()
-        _library.check(lib.rebatch_pool_sleep(pool, options, ctypes.byref(report)))
+        try:
+            _library.check(lib.rebatch_pool_sleep(pool, options, ctypes.byref(report)))
+        except _library.Error:
+            for other in slept - _asleep:
+                lib.rebatch_pool_wake(other)
+            raise
+        slept.add(pool)
         for name in total:
             total[name] += getattr(report, name)
+    _asleep.update(slept)
     total["native_bytes"] = install.front().rebatch_torch_native_bytes()
     return total
 
@@ -105,3 +116,4 @@ def wake() -> None:
     """
     for pool in _pools():
         _library.check(lib.rebatch_pool_wake(pool))
+        _asleep.discard(pool)
