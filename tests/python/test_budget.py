@@ -3,12 +3,14 @@ test, and on a CPU, whose memory is not."""
 
 import copy
 import datetime
+import json
 import math
 import pathlib
 import random
 import re
 import subprocess
 
+import numpy
 import pytest
 import torch
 
@@ -342,6 +344,43 @@ def test_without_figures_it_stays_at_the_first_and_halves_after_an_oom():
     assert budget.tokens == 64
 
 
+def test_without_figures_a_resumed_one_stays_at_the_largest_that_ran():
+    budget = rebatch.Budget(small(), start=10)
+    for _ in range(40):
+        with budget.measure(budget.tokens):
+            pass
+    other = rebatch.Budget(small(), start=10)
+    other.load_state_dict(budget.state_dict())
+    for _ in range(40):
+        assert other.tokens == 10
+        with other.measure(other.tokens):
+            pass
+
+
+def test_a_block_without_a_call_of_the_backward_is_not_that_of_the_call_before():
+    model = small()
+    backward = rebatch.Backward(model, mean_square, log_level="quiet")
+    budget = rebatch.Budget(backward, start=16)
+    with budget.measure(16):
+        pass
+    with fail_once(model), budget.measure(16):
+        backward(torch.randn(16, 4))
+    for _ in range(3):
+        with budget.measure(2):
+            pass
+    assert (budget.tokens, budget.ooms) == (8, 1)
+
+
+def test_costs_and_lengths_are_numbers_of_any_kind():
+    """Such as seconds of one short utterance, and what tensors and arrays have."""
+    budget = rebatch.Budget(small(), start=10)
+    for cost, longest in ((0.4, 0.4), (torch.tensor(5), torch.tensor(2.5)), (numpy.int64(5), 2)):
+        with budget.measure(cost, longest):
+            pass
+    assert budget.tokens_for(torch.tensor(2.5)) == 10 and budget.microbatches == 3
+    json.dumps(budget.state_dict())
+
+
 def test_other_exceptions_pass_and_teach_nothing():
     budget = rebatch.Budget(small(), start=8)
     for error in (ValueError("no"), RuntimeError("memory of my own"), KeyboardInterrupt()):
@@ -373,13 +412,19 @@ def test_largest_bounds_it(device):
     [
         (lambda: rebatch.Budget(small(), start=0), "start is 0: expected 1 or more"),
         (lambda: rebatch.Budget(small(), largest=0), "largest is 0: expected 1 or more"),
-        (lambda: rebatch.Budget(small()).measure(0), "is 0: expected 1 or more"),
+        (lambda: rebatch.Budget(small()).measure(0), "cost is 0: expected a number above 0"),
+        (lambda: rebatch.Budget(small()).measure(math.nan), "cost is nan: expected a number"),
+        (
+            lambda: rebatch.Budget(small()).measure(torch.zeros(2, 3)),
+            "cost is a Tensor: expected a number above 0, or Budget.cost=....",
+        ),
+        (lambda: rebatch.Budget(torch.ones(1)), "model is of type Tensor: expected a torch.nn.Mo"),
         (lambda: rebatch.Budget(small()).measure(1, 0), "longest is 0: expected a length above 0"),
         (lambda: rebatch.Budget(small()).tokens_for(-1), "longest is -1: expected"),
     ],
 )
 def test_mistakes_are_refused(call, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         call()
 
 

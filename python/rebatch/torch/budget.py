@@ -16,10 +16,12 @@ from rebatch.torch.backward import Backward
 from rebatch.torch.program.program import listed
 from rebatch.torch.session.cost_memory import CostMemory
 from rebatch.torch.session.oom import asked_bytes, is_oom, let_go
+from rebatch.torch.session.report import Report
 from rebatch.torch.session.session import session_options
 from rebatch.torch.undo.block_names import BlockNames
 from rebatch.torch.undo.copies import own_part
 from rebatch.torch.update.first_memory import first_kept_bytes
+from rebatch.torch.update.passes import check_has
 
 # Classes of length, so many in each factor of two; the first is of micro-batches without a length.
 _IN_OCTAVE = 8
@@ -32,11 +34,21 @@ _LOW_COST = 64  # such a part of the budget is low
 _CLASSES = 1 + _IN_OCTAVE * (_HIGH - _LOW)
 
 
+def _number_of(name: str, value: Any, expected: str) -> float:
+    """Of a cost or length, which may be a tensor or an array of one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(value).__name__
+        raise TypeError(f"rebatch: {name} is a {kind}: expected {expected}") from None
+    if not 0 < number < math.inf:
+        raise ValueError(f"rebatch: {name} is {value!r}: expected {expected}")
+    return number
+
+
 def _class_of(longest: Optional[float]) -> int:
     if longest is None:
         return 0
-    if not longest > 0:
-        raise ValueError(f"rebatch: longest is {longest!r}: expected a length above 0")
     number = math.ceil(_IN_OCTAVE * (math.log2(longest) - _LOW))
     return min(max(number, 1), _CLASSES - 1)
 
@@ -64,6 +76,7 @@ class Tokens:
 
     def tokens_for(self, longest: float) -> int:
         """The same for a micro-batch whose longest sample has that length."""
+        longest = _number_of("longest", longest, "a length above 0")
         return self._read(_class_of(longest), longest)
 
     def _read(self, number: int, longest: Optional[float]) -> int:
@@ -117,6 +130,8 @@ class Budget(Tokens):
                 raise ValueError(f"rebatch: {name} is {value!r}: expected 1 or more")
         self._backward = model if isinstance(model, Backward) else None
         self._modules = listed(self._backward.model if self._backward else model)
+        for module in self._modules:
+            check_has("model", module, "named_buffers", "a torch.nn.Module, or a Backward")
         self._optimizers, self._cost = listed(optimizer), cost
         self._start, self._largest, self._log_level = int(start), largest, log_level
         self._memory: Optional[CostMemory] = None  # once a micro-batch has run
@@ -147,8 +162,9 @@ class Budget(Tokens):
         if self._cost:
             found = self._cost(cost)
             cost, longest = found if isinstance(found, tuple) else (found, longest)
-        if not cost >= 1:
-            raise ValueError(f"rebatch: the cost of a micro-batch is {cost!r}: expected 1 or more")
+        cost = _number_of("cost", cost, "a number above 0, or Budget(cost=...) that returns it")
+        if longest is not None:
+            longest = _number_of("longest", longest, "a length above 0")
         return Measure(self, math.ceil(cost), _class_of(longest), longest or 0.0)
 
     def agree(self, group: Any = None) -> None:
@@ -165,7 +181,10 @@ class Budget(Tokens):
 
     def state_dict(self) -> Dict[str, Any]:
         """What a resumed training needs to go on with what was found: plain numbers."""
-        return {"classes": [[key, *dataclasses.astuple(k)] for key, k in self._known.items()]}
+        classes = [[number, *dataclasses.astuple(k)] for number, k in self._known.items()]
+        for values in classes if self._largest else ():
+            values[1] = min(values[1], self._largest)
+        return {"classes": classes}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Go on with the budgets of state_dict()."""
@@ -236,11 +255,15 @@ class Budget(Tokens):
             self._open()
         return held == self._accumulates
 
-    def _result_of_backward(self) -> Optional[int]:
+    def _last_report(self) -> Optional[Report]:
+        """Of the Backward, if there is one: another object after each call."""
+        return self._backward.report if self._backward else None
+
+    def _result_of_backward(self, before: Optional[Report]) -> Optional[int]:
         """Of the micro-batch that a Backward has done: one that it has cut for want of memory has
-        failed as it was. The next one is whole again."""
+        failed as it was. The next one is whole again. `before`: the report when the block began."""
         backward = self._backward
-        if backward is None or backward.report.microbatches < 2:
+        if backward is None or backward.report is before or backward.report.microbatches < 2:
             return int(c.Status.OK)
         if not backward.report.ranks:
             backward.load_state_dict({**backward.state_dict(), "micro": 0})
@@ -273,9 +296,9 @@ class Budget(Tokens):
         self, memory: CostMemory, block: Measure, needed: int, asked: int, result: int
     ) -> None:
         number, known = block.number, self._known.get(block.number)
+        if self._largest is None and not memory.figures.are_known:
+            self._largest = max(self._start, block.cost, *(k.budget for k in self._known.values()))
         if known is None:
-            if not memory.figures.are_known:
-                self._largest = self._largest or max(self._start, block.cost)
             known = _Class(max(self._start, 1 if result else block.cost), block.longest)
             self._known[number] = known
         memory.needed_bytes, memory.asked_bytes = needed, asked
@@ -326,13 +349,14 @@ class Measure:
         self._budget = budget
         self._names: Optional[BlockNames] = None
         self._base_bytes = self._ooms = 0
+        self._report: Optional[Report] = None  # before the block
         self._is_telling = False  # whether its peak is to be learned from
 
     def __enter__(self) -> None:
         budget = self._budget
         self._names = BlockNames(sys._getframe(1), {id(module) for module in budget._modules})
         budget._open()
-        self._is_telling = budget._begins()
+        self._is_telling, self._report = budget._begins(), budget._last_report()
         figures = budget._open().figures
         figures.begin()
         self._ooms, self._base_bytes = figures.ooms, figures.live - budget._held_bytes()
@@ -343,7 +367,7 @@ class Measure:
         figures.read()
         needed = max(0, figures.peak - self._base_bytes)
         if error is None:
-            result = budget._result_of_backward()
+            result = budget._result_of_backward(self._report)
             budget._learn(self, needed, 0, result if result or self._is_telling else None)
         elif isinstance(error, Exception) and is_oom(error, figures.ooms > self._ooms):
             asked = asked_bytes(error)
