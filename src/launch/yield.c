@@ -421,8 +421,13 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     yield.pool = pool;
     yield.rb = NULL;
     yield.has_slept = false;
-    yield.bound = yield.ended_ns = yield.needs = yield.turned_ns = yield.steps = yield.samples = 0;
-    yield.period_ns = yield.micro = yield.short_permille = yield.runs = 0;
+    yield.bound = yield.ended_ns = 0;
+    atomic_uint_fast64_t *const figures[] = {
+        &yield.needs, &yield.turned_ns,      &yield.steps,    &yield.samples,
+        &yield.micro, &yield.short_permille, &yield.period_ns};
+    for (size_t i = 0; i < sizeof figures / sizeof *figures; i++)
+        *figures[i] = 0;
+    yield.runs = false;
     status = rbi_clients_begin(&yield.socket, &answerer);
     if (status)
         stop();

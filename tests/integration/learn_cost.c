@@ -50,7 +50,12 @@ static void note(const rebatch_event *event, void *user)
 static void cutter_open(struct cutter *c, uint64_t capacity)
 {
     *c = (struct cutter){.capacity = capacity, .base_bytes = MIB(4), .unit_bytes = KIB(1)};
-    const rebatch_meter meter = {sizeof meter, begin, read_figures, available, release, c, NULL};
+    const rebatch_meter meter = {.struct_size = sizeof meter,
+                                 .begin = begin,
+                                 .read = read_figures,
+                                 .available = available,
+                                 .release = release,
+                                 .user = c};
     OK(rebatch_device_open_dry(&c->device, REBATCH_UNLIMITED, 0));
     OK(rebatch_open(&c->rb, c->device,
                     &OPTIONS(.reclaim = REBATCH_OFF, .meter = &meter, .learn = REBATCH_ON,
