@@ -301,10 +301,13 @@ class Budget(Tokens):
         if known is None:
             known = _Class(max(self._start, 1 if result else block.cost), block.longest)
             self._known[number] = known
+        cost = block.cost
+        if number and needed:  # the longest of a class need the most memory for their cost
+            cost = max(1, int(cost * block.longest / _end_of(number)))
         memory.needed_bytes, memory.asked_bytes = needed, asked
         lib.rebatch_set_step(memory.rb, self.microbatches - 1)
         budget = max(known.budget, self._shown(number, max(known.longest, block.longest)))
-        known.budget = memory.learn(number, block.cost, result, budget)
+        known.budget = memory.learn(number, cost, result, budget)
         if result:
             return
         known.longest = max(known.longest, block.longest)
