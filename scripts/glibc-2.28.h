@@ -24,6 +24,7 @@ RBI_FIRST(dlvsym)
 #ifndef RBI_DEFINES_DLSYM
 RBI_FIRST(dlsym)
 #endif
+RBI_FIRST(pthread_attr_setstacksize)
 RBI_FIRST(pthread_create)
 RBI_FIRST(pthread_join)
 RBI_FIRST(pthread_once)

@@ -102,6 +102,7 @@ Test(cli_config, show)
            "memory = {\n"
            "    limit           = \"22GiB\";    # a.cfg:2\n"
            "    headroom        = 0;          # default\n"
+           "    floor           = 0;          # default\n"
            "    caching         = true;       # default\n"
            "    replay          = true;       # default\n"
            "    overflow        = true;       # default\n"
