@@ -26,7 +26,7 @@ rebatch_status rbi_socket_folder(char *out, size_t size, bool is_made)
     const char *const run = getenv("XDG_RUNTIME_DIR");
     struct stat there;
     struct rbi_text t = {out, size, 0};
-    if (run && run[0] == '/')
+    if (run && run[0] == '/' && stat(run, &there) == 0 && S_ISDIR(there.st_mode))
         rbi_text_add(&t, "%s/rebatch", run);
     else
         rbi_text_add(&t, "/tmp/rebatch-%u", (unsigned)geteuid());

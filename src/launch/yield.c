@@ -400,6 +400,9 @@ static void read_command(void)
         return;
     for (size_t at = 0; at < length; at += strlen(text + at) + 1)
         rbi_text_add(&t, "%s%s", at ? " " : "", text + at);
+    for (char *at = yield.command; *at; at++)
+        if ((unsigned char)*at < ' ')
+            *at = '?'; /* which JSON would need six bytes for */
     rbi_heap_free(text);
 }
 

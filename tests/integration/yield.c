@@ -800,3 +800,16 @@ Test(yield, a_child_of_fork_neither_answers_nor_removes_the_socket)
     ASK(text, "give 4MiB");
     HAS(text, "ok: ");
 }
+
+/* As in a job of Slurm, which inherits the variable of the host that it came from. */
+Test(yield, a_runtime_folder_that_is_not_there_is_passed_over)
+{
+    char expected[64], answered[512];
+    setenv("XDG_RUNTIME_DIR", "/tmp/rebatch-no-such-folder", 1);
+    OPEN(rig, rig, NULL);
+    OK(rebatch_yield_to(rebatch_get_pool(rig.rb), NULL));
+    (void)snprintf(expected, sizeof expected, "/tmp/rebatch-%u/%d.sock", (unsigned)geteuid(),
+                   (int)getpid());
+    OK(rebatch_ask(answered, sizeof answered, expected, "status"));
+    cr_expect(strstr(answered, "\"state\""), "%s", answered);
+}
