@@ -149,8 +149,8 @@ REBATCH_API rebatch_status rebatch_ask(char *answer, size_t size, const char *pa
 REBATCH_API double rebatch_short_of_memory(const struct rebatch *rb);
 
 /** Write what the processes of this user answer to `status` that have a socket in the folder
- *  $XDG_RUNTIME_DIR/rebatch, or /tmp/rebatch-UID where that variable names no folder: a table, or an
- *  array of JSON. Sockets that killed processes left are removed. Thread-safe.
+ *  $XDG_RUNTIME_DIR/rebatch, or /tmp/rebatch-UID where that variable names no folder: a table, or
+ *  an array of JSON. Sockets that killed processes left are removed. Thread-safe.
  *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
  *  @param size       size of `text` in bytes
  *  @param as_json    false: a table

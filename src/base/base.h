@@ -73,8 +73,12 @@ rebatch_status rbi_file_read(char **bytes, size_t *length, const char *path, siz
 
 /* ---- the machine (machine.c) ---- */
 
-/* Memory that the machine could give without swapping; 0: not known. Uses no heap. */
+/* Memory that the machine could give without swapping, and the control groups of the process, such
+ * as a container's; 0: not known. Uses no heap. */
 size_t rbi_host_free_bytes(void);
+/* What the control groups leave that the file `self` (/proc/self/cgroup) names, below `root`
+ * (/sys/fs/cgroup); UINT64_MAX: no bound. */
+uint64_t rbi_cgroup_free_bytes(const char *root, const char *self);
 
 /* ---- options (options.c) ---- */
 
