@@ -43,10 +43,12 @@ rebatch_status rbi_asleep_add(struct rbi_vm *vm, size_t from, struct rbi_map *ma
 
 bool rbi_asleep_has(const struct rbi_vm *vm, const struct rbi_map *map, size_t page)
 {
-    const struct rbi_sleeper *s = vm->asleep.sleepers, *const end = s + vm->asleep.count;
-    while (s < end && (s->map != map || page - s->first >= s->count))
-        s++;
-    return s < end;
+    for (size_t i = 0; i < vm->asleep.count; i++) {
+        const struct rbi_sleeper *const s = &vm->asleep.sleepers[i];
+        if (s->map == map && page - s->first < s->count)
+            return true;
+    }
+    return false;
 }
 
 void rbi_asleep_forget(struct rbi_vm *vm, size_t from)
