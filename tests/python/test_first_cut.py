@@ -130,7 +130,7 @@ def test_a_loss_over_pairs_says_what_works():
         return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
 
     (text,) = warnings_of("mlp", contrastive)
-    assert "a loss over pairs of samples needs micro_smallest=<the batch's size>" in text
+    assert "a loss over pairs of samples needs embed=, or micro_smallest=<the batch's size>" in text
 
 
 def test_a_loss_over_pairs_kept_whole_is_exact():
