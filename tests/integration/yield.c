@@ -368,6 +368,8 @@ Test(yield, a_wake_by_the_program_ends_what_was_asked)
     OK(rebatch_pool_wake(pool));
     ASK(text, "status");
     HAS(text, "\"state\": \"training\"");
+    while (held_by(&rig) < WEIGHTS + BATCH * SAMPLE) /* of which it can give */
+        usleep(1000);
     ASK(text, "give 4MiB");
     HAS(text, "ok: ");
 }
