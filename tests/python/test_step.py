@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import random
+import warnings
 import weakref
 
 import pytest
@@ -765,3 +766,16 @@ def test_a_level_of_the_wrong_kind_is_said_at_once():
         rebatch.checkpointing([model])
     with pytest.raises(TypeError, match="of offload.. is of type Mlp: expected a torch.optim"):
         rebatch.offload(model)
+
+
+@pytest.mark.parametrize("value, told", (("1", True), ("/tmp/a.sock", True), ("0", False)))
+def test_without_the_pool_nobody_can_ask_for_memory_and_that_is_told(monkeypatch, value, told):
+    monkeypatch.setenv("REBATCH_YIELD", value)
+    model = torch.nn.Linear(4, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        rebatch.Step(model, optimizer, lambda m, x: m(x).mean())(torch.randn(4, 4))
+    assert [w.filename == __file__ for w in caught if "REBATCH_YIELD" in str(w.message)] == (
+        [True] if told else []
+    )

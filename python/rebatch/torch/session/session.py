@@ -40,6 +40,10 @@ _log_levels = {level.name.lower(): level for level in c.LogLevel}
 _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 
+_NOBODY_CAN_ASK = (
+    "rebatch: REBATCH_YIELD is set, and there is no socket: only rebatch's allocator gives memory "
+    "to others. On a GPU call rebatch.install() before the first Step, Backward or Map"
+)
 _RAISED_BY_PROGRAM = (
     "\nThe program raised this OOM itself ({}). To fail once use rebatch.testing.fail_once(): an "
     "attribute of the model that says so is put back after each attempt, and so are generators of "
@@ -203,6 +207,8 @@ class Session:
             if self.is_cuda:
                 allocator.limit_native(device)
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
+            if os.environ.get("REBATCH_YIELD", "") not in ("", "0", "none"):
+                warnings.warn(_NOBODY_CAN_ASK, RuntimeWarning, stacklevel=user_stacklevel())
         self._open(options)
         if guards:
             self._guard()
