@@ -446,10 +446,19 @@ Test(pool_arena, a_capture_waits_for_nothing)
     drop(rig.pool, first, &graph);
 }
 
+static bool is_set(void *user)
+{
+    return *(const bool *)user;
+}
+
 /* Blocks that another stream of the capture uses are not given out again in it. */
 Test(pool_arena, a_block_of_two_streams_waits)
 {
-    AUTO_RIG rig = rig_open(32, NULL);
+    bool may_wait = false;
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.may_wait = is_set;
+    options.may_wait_user = &may_wait;
+    AUTO_RIG rig = rig_open(32, &options);
     rebatch_stream side;
     cr_assert_eq(rebatch_stream_create(&side, rig.device), REBATCH_OK);
     rebatch_arena *const arena = open_arena(rig.pool, NULL);
@@ -458,6 +467,7 @@ Test(pool_arena, a_block_of_two_streams_waits)
     give(rig.pool, block);
     void *const next = take_from(arena, 4 * PAGE, 2);
     cr_assert_neq(next, block);
+    may_wait = true; /* the capture has ended */
     lend(rig.pool, arena);
     give(rig.pool, take(rig.pool, 28 * PAGE)); /* and then they are free like any other */
     claim(rig.pool, arena);
