@@ -4,6 +4,13 @@
 #pragma once
 #include <features.h>
 
+/* Since 2.38 strtol(), sscanf() and their like are functions of C23's where _GNU_SOURCE is defined;
+ * <features.h> names that after C2X until 2.39. */
+#undef __GLIBC_USE_C2X_STRTOL
+#define __GLIBC_USE_C2X_STRTOL 0
+#undef __GLIBC_USE_C23_STRTOL
+#define __GLIBC_USE_C23_STRTOL 0
+
 /* The first version of glibc on a processor, and of its struct stat. */
 #if defined __x86_64__
 #define RBI_GLIBC "GLIBC_2.2.5"
