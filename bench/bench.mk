@@ -84,10 +84,9 @@ bench-probe: ## how well the probe finds, beside others (PROBE_FLAGS="--seed 7")
 	$(call build_bench,probe)
 	@$(BUILD)/bench/probe $(PROBE_FLAGS)
 
-bench-cotenant: ## a co-tenant that comes and goes; draws docs/cotenant.svg (needs matplotlib)
+bench-cotenant: ## a co-tenant that comes and goes
 	$(call build_bench,cotenant)
-	@$(BUILD)/bench/cotenant $(BUILD)/bench/cotenant.csv
-	@$(PYTHON) bench/cotenant.py $(BUILD)/bench/cotenant.csv docs/cotenant.svg
+	@$(BUILD)/bench/cotenant
 
 bench-cost: ## micro-batches of variable lengths, cut by cost and by count
 	$(call build_bench,cost)

@@ -1,7 +1,6 @@
 /* A co-tenant that comes and goes on a schedule: throughput in each phase beside the best fixed
  * size for it, and how many growths fail. Memory is a host device's; time is virtual: a micro-batch
- * takes a unit a sample and OVERHEAD more, one that runs out of memory a third of that.
- * cotenant [FILE]: writes there, as CSV, what bench/cotenant.py draws. */
+ * takes a unit a sample and OVERHEAD more, one that runs out of memory a third of that. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,14 +65,6 @@ static size_t capacity_at(double time)
 struct sample {
     double time; /* when the step began */
     double seconds;
-    size_t capacity, micro;
-    uint64_t peak, reserved;
-};
-
-/* A growth that did not hold. */
-struct failure {
-    double time;
-    size_t micro;
 };
 
 struct training {
@@ -85,9 +76,7 @@ struct training {
     void *state, *moments;
     struct sample steps[STEPS_MOST];
     size_t step_count;
-    struct failure failed[256]; /* growths */
-    size_t failed_count;
-    unsigned ooms, refused;
+    unsigned failed_growths, ooms, refused;
 };
 
 static void look_at_the_clock(struct training *t)
@@ -162,9 +151,7 @@ static const rebatch_step_ops ops = {.struct_size = sizeof ops,
 static void note_event(const rebatch_event *event, void *user)
 {
     struct training *t = user;
-    if (event->kind == REBATCH_EVENT_GROWTH_FAILED &&
-        t->failed_count < sizeof t->failed / sizeof *t->failed)
-        t->failed[t->failed_count++] = (struct failure){t->time, event->micro_before};
+    t->failed_growths += event->kind == REBATCH_EVENT_GROWTH_FAILED;
 }
 
 static rebatch_status run_step(struct training *t)
@@ -172,16 +159,10 @@ static rebatch_status run_step(struct training *t)
     rebatch_step_report report;
     const double began = t->time;
     look_at_the_clock(t);
-    const size_t capacity = t->capacity;
     const rebatch_status status = rebatch_step(t->rb, &ops, BATCH, t, &report);
     if (status || t->step_count == STEPS_MOST)
         return status;
-    t->steps[t->step_count++] = (struct sample){began,
-                                                t->time - began,
-                                                capacity,
-                                                report.micro_after,
-                                                report.peak_bytes,
-                                                report.reserved_bytes};
+    t->steps[t->step_count++] = (struct sample){began, t->time - began};
     t->refused += report.ooms_in[REBATCH_PHASE_ADMISSION];
     t->ooms += report.ooms - report.ooms_in[REBATCH_PHASE_ADMISSION];
     return REBATCH_OK;
@@ -276,36 +257,7 @@ static double throughput_in(const struct training *t, size_t phase)
     return samples / time;
 }
 
-/* ---- what is drawn ---- */
-
-/* kind,minutes,value,...: "room" has MiB; "step" what was in use, what was held, in MiB, and the
- * micro-batch; "best" and "failed" a micro-batch; "end" nothing. */
-static int write_csv(const char *path, const struct training *t, const struct best *best)
-{
-    FILE *file = fopen(path, "w");
-    if (!file) {
-        perror(path);
-        return 1;
-    }
-    size_t before = 0;
-    for (double time = 0; time < phase_start(PHASES); time += UNITS_A_SECOND) {
-        if (capacity_at(time) != before)
-            fprintf(file, "room,%.4f,%zu\n", time / MINUTE, capacity_at(time) >> 20);
-        before = capacity_at(time);
-    }
-    for (size_t i = 0; i < t->step_count; i++)
-        fprintf(file, "step,%.4f,%zu,%zu,%zu\n", t->steps[i].time / MINUTE,
-                (size_t)(t->steps[i].peak >> 20), (size_t)(t->steps[i].reserved >> 20),
-                t->steps[i].micro);
-    for (size_t i = 0; i < PHASES; i++)
-        fprintf(file, "best,%.4f,%zu\n", phase_start(i) / MINUTE, best[i].micro);
-    for (size_t i = 0; i < t->failed_count; i++)
-        fprintf(file, "failed,%.4f,%zu\n", t->failed[i].time / MINUTE, t->failed[i].micro);
-    fprintf(file, "end,%.4f\n", phase_start(PHASES) / MINUTE);
-    return fclose(file) ? 1 : 0;
-}
-
-int main(int count, char **arguments)
+int main(void)
 {
     static struct training fixed;
     static struct training t;
@@ -331,7 +283,7 @@ int main(int count, char **arguments)
                phases[i].flickers ? ", flickers" : "", best[i].micro,
                best[i].throughput * UNITS_A_SECOND, ours * UNITS_A_SECOND, 100 * share);
     }
-    printf("\ncotenant: phases=%d least=%.1f%% failed_growths=%zu ooms=%u refused=%u steps=%zu\n",
-           PHASES, 100 * least, t.failed_count, t.ooms, t.refused, t.step_count);
-    return count > 1 ? write_csv(arguments[1], &t, best) : 0;
+    printf("\ncotenant: phases=%d least=%.1f%% failed_growths=%u ooms=%u refused=%u steps=%zu\n",
+           PHASES, 100 * least, t.failed_growths, t.ooms, t.refused, t.step_count);
+    return 0;
 }

@@ -1,6 +1,7 @@
 /* The demonstration: trains under a cap that does not hold the first micro-batch, shrinks in the
  * middle and later grows; trains again without a cap; and compares the two runs to the bit.
  * Must not know how recovery works: it only watches. */
+#include <errno.h>
 #include <getopt.h>
 #include <math.h>
 #include <stdio.h>
@@ -80,6 +81,7 @@ static void draw_bar(char bar[BAR_WIDTH + 2], uint64_t live, uint64_t reserved, 
 
 struct run {
     struct look look;
+    FILE *csv; /* where each step is recorded, or NULL */
     bool is_capped;
     bool is_cuda, has_hog; /* on a GPU; there, real pressure stands for the cap */
     size_t cap_bytes;
@@ -210,6 +212,16 @@ static void note(struct run *run, const rebatch_step_report *report)
     run->samples += run->trainer->options.batch;
 }
 
+/* Losses in all their digits; sizes in samples, `begun` that of the first attempt. */
+static void record_step(const struct run *run, const rebatch_step_report *report, double loss)
+{
+    const size_t batch = run->trainer->options.batch;
+    fprintf(run->csv, "%s,%llu,%zu,%llu,%zu,%zu,%zu,%u,%.17g\n", run->is_capped ? "capped" : "free",
+            (unsigned long long)report->step, run->cap_bytes,
+            (unsigned long long)report->peak_bytes, batch, report->micro_before,
+            (batch + report->microbatches - 1) / report->microbatches, report->ooms, loss);
+}
+
 static void print_step(const struct run *run, const rebatch_step_report *report, double loss,
                        double took)
 {
@@ -238,6 +250,8 @@ static rebatch_status train(struct run *run)
         if (status)
             return status;
         note(run, &report);
+        if (run->csv)
+            record_step(run, &report, result.loss);
         if (run->is_capped)
             print_step(run, &report, result.loss, seconds() - began);
         else
@@ -252,6 +266,8 @@ static rebatch_status train(struct run *run)
 struct request {
     bool is_cuda, has_hog, wants_help;
     enum gpt_dtype dtype;
+    const char *csv_path; /* NULL: steps are not recorded */
+    FILE *csv;
 };
 
 /* Takes one option in; false: it is none of ours, or its argument is wrong. */
@@ -263,6 +279,9 @@ static bool apply(struct request *out, int option, const char *argument)
         return true;
     case 'o':
         out->has_hog = true;
+        return true;
+    case 'c':
+        out->csv_path = argument;
         return true;
     case 'd':
         out->is_cuda = strcmp(argument, "cuda") == 0;
@@ -277,11 +296,12 @@ static bool apply(struct request *out, int option, const char *argument)
 static void print_usage(FILE *stream)
 {
     fputs(
-        "usage: demo [--device host]\n"
-        "       demo --device cuda [--dtype fp32|bf16|fp16] [--hog]\n"
+        "usage: demo [--device host] [--csv FILE]\n"
+        "       demo --device cuda [--dtype fp32|bf16|fp16] [--hog] [--csv FILE]\n"
         "\n"
         "Trains a small GPT under a cap that shrinks, through running out of memory, then without\n"
         "a cap, and compares the two to the bit.\n"
+        "  --csv  records the steps of both trainings in FILE, which docs/pictures.py draws\n"
         "  --hog  memory runs out because somebody else holds it, not by a limit\n"
         "exit status: 0 the same bits, 1 others or it failed, 2 wrong usage\n",
         stream);
@@ -289,11 +309,10 @@ static void print_usage(FILE *stream)
 
 static bool read_request(struct request *out, int count, char **arguments)
 {
-    static const struct option known[] = {{"device", required_argument, NULL, 'd'},
-                                          {"dtype", required_argument, NULL, 't'},
-                                          {"hog", no_argument, NULL, 'o'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
+    static const struct option known[] = {
+        {"csv", required_argument, NULL, 'c'},   {"device", required_argument, NULL, 'd'},
+        {"dtype", required_argument, NULL, 't'}, {"hog", no_argument, NULL, 'o'},
+        {"help", no_argument, NULL, 'h'},        {NULL, 0, NULL, 0}};
     bool ok = true;
     for (int found; ok && (found = getopt_long(count, arguments, "", known, NULL)) != -1;)
         ok = apply(out, found, optarg);
@@ -361,10 +380,11 @@ static rebatch_status run_both(const struct request *request,
                                bool *ok)
 {
     struct run capped = {.look = look_for(stdout),
+                         .csv = request->csv,
                          .is_capped = true,
                          .is_cuda = request->is_cuda,
                          .has_hog = request->has_hog};
-    struct run free_run = {.look = capped.look, .is_cuda = request->is_cuda};
+    struct run free_run = {.look = capped.look, .csv = request->csv, .is_cuda = request->is_cuda};
     introduce(options, data, &capped.look);
     rebatch_status status = request->is_cuda ? warm_up(options, data) : REBATCH_OK;
     if (!status)
@@ -386,6 +406,27 @@ static rebatch_status run_both(const struct request *request,
     return status;
 }
 
+static rebatch_status open_csv(struct request *request)
+{
+    if (!request->csv_path)
+        return REBATCH_OK;
+    request->csv = fopen(request->csv_path, "w");
+    if (!request->csv)
+        return gpt_error(REBATCH_E_IO, "cannot write %s: %s", request->csv_path, strerror(errno));
+    fputs("run,step,cap_bytes,peak_bytes,batch,begun,micro,ooms,loss\n", request->csv);
+    return REBATCH_OK;
+}
+
+static rebatch_status close_csv(struct request *request, rebatch_status status)
+{
+    if (!request->csv)
+        return status;
+    const bool is_lost = ferror(request->csv) != 0;
+    if ((fclose(request->csv) || is_lost) && !status)
+        return gpt_error(REBATCH_E_IO, "cannot write %s", request->csv_path);
+    return status;
+}
+
 static int run_demo(int count, char **arguments)
 {
     struct request request = {0};
@@ -404,11 +445,14 @@ static int run_demo(int count, char **arguments)
     if (!status)
         status = gpt_data_open_default(&data, ".", options.config.length);
     if (!status)
+        status = open_csv(&request);
+    if (!status)
         status = run_both(&request, &options, data, &ok);
+    status = close_csv(&request, status);
     if (status)
         fprintf(stderr, "demo: failed: %s: %s\n", rebatch_status_name(status), gpt_last_error());
     gpt_data_close(data);
-    return ok ? 0 : 1;
+    return ok && !status ? 0 : 1;
 }
 
 int main(int count, char **arguments)

@@ -70,6 +70,12 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
+pictures: ## runs the demo, records it in docs/demo.csv, and draws the pictures of docs/pictures.py
+	@scripts/install-deps build
+	$(SUBMAKE) $(DEMO)
+	@$(DEMO) --csv docs/demo.csv
+	@$(PYTHON) docs/pictures.py
+
 gpt: ## the reference model, on the CPU
 	@scripts/install-deps build
 	$(SUBMAKE) $(GPT)
