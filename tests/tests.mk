@@ -30,10 +30,13 @@ $(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
 	$(Q)$(CXX) -std=c++17 $(or $(EXCEPTIONS),-fno-exceptions) -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
 	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE_CXX) -MMD -MP -c -o $@ $<
 
+# A test may stop the library's clock (tests/unit/clock.c).
+TEST_WRAPS := -Wl,--wrap=rbi_now_ns -Wl,--wrap=setsockopt
+
 # What of the preloaded library takes no function of others is tested within the program.
 $(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/preload/,holdings.o record.o summary.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
+	$(Q)$(CC) $(SANITIZE) $(TEST_WRAPS) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
 
 $(RANKS): $(RANKS_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)

@@ -316,7 +316,7 @@ Test(cli_run, a_record_without_a_trace_says_why)
 /* The program writes its process id into a file. */
 static pid_t start_sleeper(void)
 {
-    static const char program[] = "echo $$ > started; exec sleep 30";
+    static const char program[] = "echo $$ > started; exec sleep 600";
     const pid_t command = fork();
     if (command == 0) {
         const struct rlimit none = {0, 0};

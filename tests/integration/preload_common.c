@@ -56,7 +56,7 @@ struct run preload_run_shell(const char *options, const char *line)
 struct run preload_run_plain(const char *variables, const char *program, const char *arguments)
 {
     static char line[8 * PATH_MAX];
-    (void)snprintf(line, sizeof line, "%s exec timeout 20 \"$TESTS\"/%s %s; true", setup(variables),
+    (void)snprintf(line, sizeof line, "%s exec timeout 99 \"$TESTS\"/%s %s; true", setup(variables),
                    program, arguments);
     return cli_run(line, "", "");
 }

@@ -35,10 +35,13 @@ static void complete(struct meeting *m, size_t count, int kind)
     (void)pthread_cond_broadcast(&m->changed);
 }
 
+/* Those that come have all the time that a busy machine needs. */
 static void wait_for_others(struct meeting *m, uint64_t timeout_ms)
 {
     const uint64_t round = m->round;
     struct timespec until;
+    while (m->absent && m->arrived + m->absent < m->size && !m->is_over)
+        (void)pthread_cond_wait(&m->changed, &m->mutex);
     (void)clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += (time_t)(timeout_ms / 1000);
     until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
@@ -74,10 +77,12 @@ rebatch_status meeting_reduce(struct meeting *m, uint32_t rank, uint64_t *words,
     if (!m->is_over) {
         add(m, words, count, kind);
         m->has_come[rank] = true;
-        if (++m->arrived == m->size)
+        if (++m->arrived == m->size) {
             complete(m, count, kind);
-        else
+        } else {
+            (void)pthread_cond_broadcast(&m->changed);
             wait_for_others(m, timeout_ms);
+        }
     }
     const bool is_done = m->round != round;
     if (is_done)
@@ -331,6 +336,7 @@ static void *run(void *argument)
 void ranks_step_without(struct ranks *ranks, uint32_t absent)
 {
     pthread_t *const threads = calloc(ranks->size, sizeof *threads);
+    ranks->meeting.absent = absent < ranks->size;
     for (uint32_t i = 0; i < ranks->size && threads; i++)
         if (i != absent && pthread_create(&threads[i], NULL, run, &ranks->rank[i]))
             abort();
@@ -352,7 +358,7 @@ static rebatch_status open_rank(struct rank *r, const rebatch_options *options, 
     rebatch_options o = options ? *options : (rebatch_options)REBATCH_OPTIONS_INIT;
     const rebatch_group group = rank_group(r);
     o.group = &group;
-    o.group_timeout_ms = o.group_timeout_ms ? o.group_timeout_ms : 20000;
+    o.group_timeout_ms = o.group_timeout_ms ? o.group_timeout_ms : 120000;
     if (o.log_level == REBATCH_LOG_DEFAULT)
         o.log_level = REBATCH_LOG_QUIET;
     r->ops = (rebatch_step_ops)REBATCH_STEP_OPS_INIT;

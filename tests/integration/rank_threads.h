@@ -16,6 +16,7 @@ struct meeting {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     uint32_t size, arrived;
+    uint32_t absent; /* that will not come: for these alone time runs */
     uint64_t round;
     bool *has_come;           /* to this round */
     uint64_t words[64];       /* of this round so far */

@@ -134,7 +134,7 @@ INSIDE(write_snapshot)
     return REBATCH_OK;
 }
 
-Test(step_reach, escape_while_a_snapshot_is_written_comes_back_with_an_error, .timeout = 20)
+Test(step_reach, escape_while_a_snapshot_is_written_comes_back_with_an_error, .timeout = 300)
 {
     OPEN_WARM(rig);
     struct leaver leaver = {rig.rb, 0};
@@ -393,7 +393,7 @@ Test(step_reach, work_still_on_the_stream_may_use_what_is_taken_back)
 
 /* ---- what goes away too early ---- */
 
-Test(step_reach, a_session_keeps_its_pool_and_its_device, .timeout = 20)
+Test(step_reach, a_session_keeps_its_pool_and_its_device, .timeout = 300)
 {
     rebatch_device *device;
     rebatch *rb;

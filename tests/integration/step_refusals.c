@@ -5,7 +5,7 @@
 
 #include "rig.h"
 
-#define SECONDS 60 /* what ends at all ends within milliseconds */
+#define SECONDS 300 /* what ends at all ends within milliseconds */
 
 /* ---- a trainer with buffers ---- */
 

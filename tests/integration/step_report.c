@@ -1,9 +1,9 @@
 /* Owns the tests of what a step says: its report, its events, and their text.
  * Must not know more of the library than its public headers say. */
 #include <stdio.h>
-#include <unistd.h>
 
 #include "step_common.h"
+#include "unit/clock.h"
 
 static void open_cut(struct rig *rig, size_t start)
 {
@@ -75,22 +75,24 @@ Test(step_report, ooms_are_counted_by_where_they_struck)
 static rebatch_status take_five_ms(void *user)
 {
     (void)user;
-    usleep(5000);
+    clock_advance(5000000);
     return REBATCH_OK;
 }
 
 static rebatch_status take_five_ms_a_micro_batch(const rebatch_microbatch *mb, void *user)
 {
     const size_t *largest = user;
+    clock_advance(1);
     return mb->count > *largest ? REBATCH_OOM : take_five_ms(user);
 }
 
-/* The attempt that fails takes no time, and eight micro-batches take longer than two. Without a
- * step to compare with, the attempt's time is a lower bound. */
+/* The attempt that fails takes a nanosecond, and eight micro-batches take longer than two. Without
+ * a step to compare with, the attempt's time is a lower bound. */
 Test(step_report, what_is_lost_is_the_time_beyond_a_step_without_an_oom)
 {
     OPEN_WITH(open_cut, rig, rig, 8);
     size_t largest = 8;
+    clock_stop();
     const rebatch_step_ops ops =
         OPS(take_five_ms, take_five_ms_a_micro_batch, take_five_ms, .flags = 0);
     for (size_t i = 0; i < 3; i++)

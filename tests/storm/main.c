@@ -13,7 +13,7 @@
 
 #define JOBS_MOST 64
 /* A training takes some milliseconds: one that takes that long does not end. */
-#define SECONDS_MOST 60
+#define SECONDS_MOST 300
 /* So many failures of a process are enough to see what is wrong. */
 #define FAILURES_MOST 50
 

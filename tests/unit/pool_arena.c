@@ -1,10 +1,9 @@
 /* Holds what arena.h promises: addresses and blocks in use stay, what is lent serves others before
  * they fail, a claim maps it again or says OOM and loses nothing. Seeds: 1 to 40 in the random
  * test. */
-#include <unistd.h>
-
 #include "pool/interface.h"
 #include "rebatch/arena.h"
+#include "unit/awaited.h"
 #include "unit/pool_help.h"
 
 static rebatch_arena *open_arena(rebatch_pool *pool, rebatch_stream stream)
@@ -345,12 +344,6 @@ Test(pool_arena, a_trim_gives_what_is_lent_to_the_device)
     drop(rig.pool, arena, &graph);
 }
 
-static void dawdle(void *user)
-{
-    usleep(50000);
-    *(bool *)user = true;
-}
-
 /* The pool knows that all work is done that the device had at a free. */
 static void await_all(rebatch_pool *pool)
 {
@@ -363,6 +356,7 @@ static void await_all(rebatch_pool *pool)
 /* A replay that still runs uses the arena, though the pool has had no free since. */
 Test(pool_arena, memory_is_taken_when_the_replay_is_done)
 {
+    struct awaited replay;
     AUTO_RIG rig = rig_open(32, NULL);
     rebatch_stream stream;
     cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
@@ -373,12 +367,11 @@ Test(pool_arena, memory_is_taken_when_the_replay_is_done)
     give(rig.pool, block);
     void *const others = take(rig.pool, 10 * PAGE);
     await_all(rig.pool);
-    bool done = false;
-    cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
+    awaited_enqueue(&replay, rig.device, rig.device, stream);
     lend(rig.pool, arena);
-    cr_assert(!done);
+    cr_assert(!replay.is_done);
     void *const evaluation = take(rig.pool, 20 * PAGE);
-    cr_assert(done);
+    cr_assert(replay.is_done);
     give(rig.pool, evaluation);
     give(rig.pool, others);
     rebatch_arena_destroy(arena);
@@ -390,6 +383,7 @@ Test(pool_arena, memory_is_taken_when_the_replay_is_done)
  * done, and is not taken until then. */
 Test(pool_arena, memory_of_two_streams_is_taken_when_the_replay_is_done)
 {
+    struct awaited replay;
     AUTO_RIG rig = rig_open(32, NULL);
     rebatch_stream stream, side;
     cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
@@ -401,12 +395,11 @@ Test(pool_arena, memory_of_two_streams_is_taken_when_the_replay_is_done)
     cr_assert_eq(rebatch_pool_use_on(rig.pool, block, side), REBATCH_OK);
     give(rig.pool, block);
     cr_assert_eq(rbi_device_synchronize(rig.device), REBATCH_OK);
-    bool done = false;
-    cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
+    awaited_enqueue(&replay, rig.device, rig.device, stream);
     lend(rig.pool, arena);
-    cr_assert(!done);
+    cr_assert(!replay.is_done);
     void *const evaluation = take(rig.pool, 20 * PAGE);
-    cr_assert(done);
+    cr_assert(replay.is_done);
     give(rig.pool, evaluation);
     give(rig.pool, kept);
     rebatch_arena_destroy(arena);
@@ -745,7 +738,7 @@ static void renew(struct model *m)
     m->is_lent[i] = false;
 }
 
-Test(pool_arena, any_calls_in_any_order, .timeout = 120)
+Test(pool_arena, any_calls_in_any_order, .timeout = 300)
 {
     for (uint64_t seed = 1; seed <= 40; seed++) {
         AUTO_RIG rig = rig_open(40, NULL);

@@ -1,9 +1,8 @@
 /* Holds what is promised of host memory where allocations must not fail: they do not, the limit of
  * the device holds, contents keep their addresses on the way back, and a call that fails loses
  * nothing. Seeds: 1 to 20 in the random test. */
-#include <unistd.h>
-
 #include "fault/fault_device.h"
+#include "unit/awaited.h"
 #include "unit/pool_help.h"
 
 /* A device of so many pages, and so many of the host beside it. */
@@ -130,10 +129,9 @@ struct reading {
     unsigned char to[11 * PAGE];
 };
 
-static void read_late(void *user)
+static void read_all(void *user)
 {
     struct reading *reading = user;
-    usleep(20000);
     memcpy(reading->to, reading->from, sizeof reading->to);
 }
 
@@ -141,14 +139,17 @@ static void read_late(void *user)
 Test(pool_overflow, what_is_read_goes_back_when_it_was_read)
 {
     static struct reading reading;
+    struct awaited work;
     AUTO_RIG rig = open_beside(8, 100, NULL);
     rebatch_stream reader;
     cr_assert_eq(rebatch_stream_create(&reader, rig.device), REBATCH_OK);
     allow(rig.pool, true);
     void *const block = take_filled(rig.pool, sizeof reading.to, 7);
     reading.from = block;
-    cr_assert_eq(rebatch_stream_call(rig.device, reader, read_late, &reading), REBATCH_OK);
+    awaited_enqueue(&work, rig.device, rig.device, reader);
+    cr_assert_eq(rebatch_stream_call(rig.device, reader, read_all, &reading), REBATCH_OK);
     give(rig.pool, block);
+    cr_assert(!work.is_done);
     allow(rig.pool, false);
     cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
     cr_assert_eq(rebatch_stream_synchronize(rig.device, reader), REBATCH_OK);

@@ -1,7 +1,9 @@
 /* Holds what is promised of a pool that sleeps: its memory is others', addresses and contents come
  * back, a wake that fails loses nothing, and whoever needs memory waits. Seeds: 1 to 200 in the
  * test of many cycles. */
+#include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "unit/pool_help.h"
 
@@ -191,7 +193,8 @@ Test(pool_sleep, a_wake_without_the_memory_loses_nothing_and_may_be_repeated)
 
 Test(pool_sleep, the_host_keeps_half_of_what_it_has_free)
 {
-    const size_t pages = rbi_host_free_bytes() / 2 / PAGE + 4096;
+    const size_t host_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    const size_t pages = host_bytes / 2 / PAGE + 1; /* whatever others take or free meanwhile */
     AUTO_RIG rig = rig_open(pages + 64, NULL);
     void *const large = take(rig.pool, pages * PAGE); /* never touched */
     assert_refused(rebatch_pool_sleep(rig.pool, NULL, NULL), REBATCH_E_HOST_OOM,
@@ -296,7 +299,9 @@ Test(pool_sleep, whoever_needs_memory_waits_for_the_wake_and_one_of_them_tells)
         cr_assert_eq(pthread_create(&threads[i], NULL, run_waiter, &waiters[i]), 0);
     }
     const struct timespec moment = {.tv_nsec = 50000000};
-    nanosleep(&moment, NULL);
+    while (told == 0)
+        (void)sched_yield();
+    nanosleep(&moment, NULL); /* in which those that do not wait would end */
     for (size_t i = 0; i < COUNT; i++)
         cr_assert_not(waiters[i].is_done, "call %zu did not wait", i);
     cr_assert_eq(told, 1);

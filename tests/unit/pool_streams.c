@@ -1,10 +1,9 @@
 /* Holds what the pool promises about streams: no block is given out while work may still use it.
  * Seeds: none. A gate is a task that holds a stream up until the test opens it. */
 #include <semaphore.h>
-#include <stdatomic.h>
-#include <unistd.h>
 
 #include "fault/fault_device.h"
+#include "unit/awaited.h"
 #include "unit/pool_help.h"
 
 struct gate {
@@ -29,12 +28,6 @@ static void open_and_wait(struct gate *gate, rebatch_device *device)
 {
     cr_assert_eq(sem_post(&gate->open), 0);
     cr_assert_eq(rbi_device_synchronize(device), REBATCH_OK);
-}
-
-static void dawdle(void *user)
-{
-    usleep(20000);
-    atomic_store((atomic_int *)user, 1);
 }
 
 static rebatch_stream make_stream(rebatch_device *device)
@@ -118,12 +111,12 @@ Test(pool_streams, the_pool_waits_for_another_stream_before_it_fails)
 {
     struct rig rig = rig_open(8, NULL);
     const rebatch_stream first = make_stream(rig.device);
-    atomic_int done = 0;
+    struct awaited work;
     void *block = take_on(rig.pool, 7 * PAGE, first);
-    cr_assert_eq(rebatch_stream_call(rig.device, first, dawdle, &done), REBATCH_OK);
+    awaited_enqueue(&work, rig.device, rig.device, first);
     give(rig.pool, block);
     cr_assert_eq(take(rig.pool, 6 * PAGE), block);
-    cr_assert_eq(done, 1);
+    cr_assert(work.is_done);
     cr_assert_eq(rig.pool->stages[REBATCH_STAGE_WAIT], 1);
     assert_valid(rig.pool);
     rig_close(&rig);
@@ -131,7 +124,7 @@ Test(pool_streams, the_pool_waits_for_another_stream_before_it_fails)
 
 /* What a stream has freed it can have at once, wherever it lies: between two holes, or among blocks
  * of other sizes. */
-Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
+Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 300)
 {
     struct rig rig = rig_open(12, NULL);
     const rebatch_stream first = make_stream(rig.device);
@@ -158,19 +151,19 @@ Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
 }
 
 /* It waits for the free alone, not for what was enqueued after it. */
-Test(pool_streams, the_pool_waits_no_longer_than_it_must, .timeout = 60)
+Test(pool_streams, the_pool_waits_no_longer_than_it_must, .timeout = 300)
 {
     struct rig rig = rig_open(8, NULL);
     const rebatch_stream first = make_stream(rig.device);
-    atomic_int done = 0;
+    struct awaited work;
     struct gate gate;
     void *other = take(rig.pool, PAGE);
     void *block = take_on(rig.pool, 4 * PAGE, first);
-    cr_assert_eq(rebatch_stream_call(rig.device, first, dawdle, &done), REBATCH_OK);
+    awaited_enqueue(&work, rig.device, rig.device, first);
     give(rig.pool, block);
     shut(&gate, rig.device, first);
     cr_assert_eq(take(rig.pool, 4 * PAGE), block);
-    cr_assert_eq(done, 1);
+    cr_assert(work.is_done);
     open_and_wait(&gate, rig.device);
     give(rig.pool, other);
     rig_close(&rig);
@@ -263,13 +256,13 @@ Test(pool_streams, without_events_the_pool_waits_for_the_stream)
     rebatch_pool *pool;
     cr_assert_eq(rebatch_pool_create(&pool, fault, NULL), REBATCH_OK);
     const rebatch_stream first = make_stream(fault);
-    atomic_int done = 0;
+    struct awaited work;
     void *own = take(pool, KIB);
     void *block = take_on(pool, 4 * PAGE, first);
-    cr_assert_eq(rebatch_stream_call(fault, first, dawdle, &done), REBATCH_OK);
+    awaited_enqueue(&work, fault, rig.device, first);
     give(pool, block);
     cr_assert_eq(take(pool, 4 * PAGE), block);
-    cr_assert_eq(done, 1);
+    cr_assert(work.is_done);
     give(pool, own);
     assert_valid(pool);
     rebatch_pool_destroy(pool);
@@ -315,17 +308,17 @@ Test(pool_streams, memory_goes_back_only_when_work_on_it_is_done)
         options.caching = caching ? REBATCH_ON : REBATCH_OFF;
         struct rig rig = rig_open(64, &options);
         const rebatch_stream stream = make_stream(rig.device);
-        atomic_int done = 0;
+        struct awaited work;
         void *block = take_on(rig.pool, PAGE, stream);
         void *shared = take(rig.pool, PAGE);
         cr_assert_eq(rebatch_pool_use_on(rig.pool, shared, stream), REBATCH_OK);
-        cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
+        awaited_enqueue(&work, rig.device, rig.device, stream);
         cr_assert_eq(rebatch_fill(rig.device, block, 1, PAGE, stream), REBATCH_OK);
         cr_assert_eq(rebatch_fill(rig.device, shared, 1, PAGE, stream), REBATCH_OK);
         give(rig.pool, shared);
         give(rig.pool, block);
         cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
-        cr_assert_eq(done, 1);
+        cr_assert(work.is_done);
         cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
         rig_close(&rig);
     }
@@ -336,10 +329,10 @@ Test(pool_streams, destroy_waits_for_work_on_blocks_in_use)
 {
     struct rig rig = rig_open(64, NULL);
     const rebatch_stream stream = make_stream(rig.device);
-    atomic_int done = 0;
+    struct awaited work;
     void *block = take_on(rig.pool, PAGE, stream);
-    cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
+    awaited_enqueue(&work, rig.device, rig.device, stream);
     cr_assert_eq(rebatch_fill(rig.device, block, 1, PAGE, stream), REBATCH_OK);
     rig_close(&rig);
-    cr_assert_eq(done, 1);
+    cr_assert(work.is_done);
 }
