@@ -17,7 +17,8 @@ static rebatch_status send_line(int fd, const char *request)
     const size_t length = strlen(request);
     memcpy(line, request, length);
     line[length] = '\n';
-    if (send(fd, line, length + 1, MSG_NOSIGNAL) == (ssize_t)length + 1)
+    if (send(fd, line, length + 1, MSG_NOSIGNAL) == (ssize_t)length + 1 ||
+        errno == EPIPE) /* who is refused has the answer already */
         return REBATCH_OK;
     return rbi_error(REBATCH_E_IO, "the request cannot be sent: %s", strerror(errno));
 }

@@ -81,6 +81,36 @@ static uint64_t clock_ns(clockid_t id)
     return (uint64_t)now.tv_sec * SECOND_NS + (uint64_t)now.tv_nsec;
 }
 
+/* As who is refused is. */
+static void *answer_before_a_request_comes(void *user)
+{
+    const int *const listener = user;
+    for (int i = 0; i < 300; i++) {
+        const int fd = accept(*listener, NULL, NULL);
+        (void)!send(fd, "no: not you\n", 12, MSG_NOSIGNAL);
+        (void)close(fd);
+    }
+    return NULL;
+}
+
+Test(yield_socket, an_answer_that_comes_before_the_request_is_sent_is_heard)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    char text[512];
+    pthread_t thread;
+    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    memcpy(address.sun_path, path, sizeof path);
+    cr_assert_eq(bind(listener, (struct sockaddr *)&address, sizeof address), 0);
+    cr_assert_eq(listen(listener, 1), 0);
+    cr_assert_eq(pthread_create(&thread, NULL, answer_before_a_request_comes, &listener), 0);
+    for (int i = 0; i < 300; i++) {
+        ASK(text, "wake");
+        cr_expect_str_eq(text, "no: not you");
+    }
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    (void)close(listener);
+}
+
 Test(yield_socket, without_descriptors_the_thread_does_not_spin)
 {
     const struct timespec moment = {.tv_nsec = 500000000};
