@@ -155,3 +155,25 @@ def test_where_one_gpu_cannot_sleep_none_does():
         "print(refused[0])\n"
     )
     assert "a session's step is running" in child(script)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("other, failed", [(16, ["cuda:0"]), (96, ["cuda:0", "cuda:1"])])
+def test_a_wake_wakes_each_gpu_that_it_can_and_names_the_others(other, failed):
+    script = BEGIN + (
+        f"other = torch.full(({other} * MIB,), 7, dtype=torch.uint8).to('cuda:1')\n"
+        "rebatch.sleep()\n"
+        "rebatch.install(limit='64MiB')\n"
+        "try:\n"
+        "    rebatch.wake()\n"
+        "except rebatch.Error as error:\n"
+        "    print(error)\n"
+        "print(rebatch.stats('cuda:1')['reserved_bytes'] // MIB)\n"
+        "rebatch.install(limit='512MiB')\n"
+        "rebatch.wake()\n"
+        "same = bool((moments.cpu() == torch.arange(8 * MIB)).all())\n"
+        "print(bool((other.cpu() == 7).all()), same)\n"
+    )
+    error, reserved, same = child(script).splitlines()
+    assert [f"cuda:{i}" for i in range(2) if f"cuda:{i} cannot wake: " in error] == failed
+    assert int(reserved) == (0 if len(failed) == 2 else other) and same == "True True"

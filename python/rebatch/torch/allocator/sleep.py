@@ -11,12 +11,13 @@ from rebatch._library import lib
 from rebatch.torch.allocator import install
 
 
-def _pools() -> list[int]:
-    """The pools of this process. Raises RuntimeError before install()."""
+def _pools() -> dict[int, int]:
+    """The pools of this process, by their GPU's number. Raises RuntimeError before install()."""
     if install.front() is None:
         install.pool()  # which says so
     devices = range(torch.cuda.device_count())
-    return [pool for device in devices if (pool := install.front().rebatch_torch_find_pool(device))]
+    found = {device: install.front().rebatch_torch_find_pool(device) for device in devices}
+    return {device: pool for device, pool in found.items() if pool}
 
 
 _asleep: set[int] = set()  # by sleep(), until wake()
@@ -79,7 +80,7 @@ def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
             not before, on no GPU.
         RuntimeError: before install().
     """
-    pools = _pools()
+    pools = list(_pools().values())
     chosen = [(_numbers(pool, "keep", keep), _numbers(pool, "drop", drop)) for pool in pools]
     torch.cuda.empty_cache()  # of PyTorch's own allocator
     total = dict.fromkeys((field[0] for field in _library.SleepReport._fields_), 0)
@@ -107,13 +108,21 @@ def wake() -> None:
     """End sleep() on all GPUs: memory is mapped at all addresses in use, and contents come back.
 
     With less memory than before it succeeds as long as the tensors in use fit; the next
-    micro-batches are smaller, and grow back.
+    micro-batches are smaller, and grow back. Where a GPU cannot wake, the others do.
 
     Raises:
-        Error: a GPU has no room for the tensors in use. Nothing is lost, and wake() may be called
-            again.
+        Error: GPUs, which it names, have no room for the tensors in use. Nothing is lost, and
+            wake() may be called again.
         RuntimeError: before install().
     """
-    for pool in _pools():
-        _library.check(lib.rebatch_pool_wake(pool))
-        _asleep.discard(pool)
+    failed: list[str] = []
+    status = 0
+    for device, pool in _pools().items():
+        try:
+            _library.check(lib.rebatch_pool_wake(pool))
+            _asleep.discard(pool)
+        except _library.Error as error:
+            status = status or error.status
+            failed.append(f"cuda:{device} cannot wake: {str(error).removeprefix('rebatch: ')}")
+    if failed:
+        raise _library.Error(f"rebatch: {'; '.join(failed)}", status)
