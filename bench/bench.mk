@@ -113,3 +113,11 @@ bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others 
 	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
 	@$(ON_GPU) scripts/bench-recovery $(BUILD)/bench
 
+
+FIGURES_FLAGS =
+FIGURES_PYTHON = $(or $(wildcard build/python/venv/bin/python),$(PYTHON))
+figures: ## what README.md and docs/benchmarks.md show, into OUT/figures.json (OUT=out FIGURES_FLAGS="small oom", --help)
+	@[ -n "$(OUT)" ] || { echo "make figures: OUT is missing: make figures OUT=out"; exit 1; }
+	@scripts/install-deps build
+	@$(FIGURES_PYTHON) python/native.py build/figures
+	@$(ON_GPU) PYTHONPATH=$(CURDIR)/build/figures $(FIGURES_PYTHON) bench/figures.py $(OUT) $(FIGURES_FLAGS)

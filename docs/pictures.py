@@ -1,10 +1,11 @@
 """Draws docs/demo.svg of the run that docs/demo.csv records, and docs/speed.svg of the table of
-graphs in docs/benchmarks.md. `make pictures` records the run first.
+graphs in docs/figures.json. `make pictures` records the run first.
 
 Each picture has a background of its own, and is dark where the reader's system is: GitHub and the
 site show the same file."""
 
 import csv
+import json
 import pathlib
 import re
 
@@ -215,22 +216,24 @@ def draw_run(file):
 
 # ---- speed by micro-batch size ----
 
-WAYS = {"plain loop": "quiet", "Step": "blue", "Step with graphs=True": "green"}
+WAYS = {"plain loop": "quiet", "Step": "blue", "graphs=True": "green"}
 
 
-def read_speeds(page):
-    """{(model, micro-batches, samples in each): milliseconds of each way} of the table of graphs"""
-    row = re.compile(r"\| ([^|,]+), (\d+) samples; in (four) ((?:\| [^|]*){3})")
+def read_speeds(rows):
+    """{(model, micro-batches, samples in each): milliseconds of each way} of rows of figures"""
     speeds = {}
-    for model, samples, _, cells in row.findall(page.split("**`graphs=True`**")[1]):
-        ways = [re.findall(r"[\d.]+", cell)[:2] for cell in cells.split("|")[1:]]
-        for i, parts in enumerate((1, 4)):
-            speeds[model, parts, int(samples) // parts] = [float(way[i]) for way in ways]
-    return speeds
+    for row in rows:
+        name = re.fullmatch(r"([^,]+), (\d+) samples(, in four)?", row["row"])
+        if name and row["table"] == "small models":
+            parts = 4 if name[3] else 1
+            ms = [float(row["cells"][way].removesuffix(" ms")) for way in WAYS]
+            speeds[name[1], parts, int(name[2]) // parts] = ms
+    whole = {model for model, parts, _ in speeds if parts == 1}
+    return {key: ms for key, ms in speeds.items() if key[0] in whole}
 
 
-def draw_speed(page):
-    speeds = read_speeds(page)
+def draw_speed(rows):
+    speeds = read_speeds(rows)
     whole = {model: ways[0] for (model, parts, _), ways in speeds.items() if parts == 1}
     ratios = {key: [whole[key[0]] / ms for ms in ways] for key, ways in speeds.items()}
     panel = Panel(76, 260, 0, int(max(map(max, ratios.values()))) + 1)
@@ -271,7 +274,7 @@ def pictures():
     """The text of each picture, by its name in docs/."""
     return {
         "demo.svg": draw_run(DOCS / "demo.csv"),
-        "speed.svg": draw_speed((DOCS / "benchmarks.md").read_text()),
+        "speed.svg": draw_speed(json.loads((DOCS / "figures.json").read_text())["rows"]),
     }
 
 

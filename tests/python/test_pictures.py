@@ -99,9 +99,18 @@ def test_another_loss_is_no_picture(tmp_path):
 
 
 def test_bars_are_as_high_as_the_table_says():
-    page = "**`graphs=True`**\n| Net, 64 samples; in four | 2.0; 8.0 | 4.0; 16.0 | 1.0; 2.0, of 3 |"
-    assert pictures.read_speeds(page) == {("Net", 1, 64): [2, 4, 1], ("Net", 4, 16): [8, 16, 2]}
-    text = pictures.draw_speed(page)
+    ways = "plain loop", "Step", "graphs=True"
+    rows = [
+        {"table": "small models", "row": row, "cells": dict(zip(ways, ms))}
+        for row, ms in (
+            ("Net, 64 samples", ("2.0 ms", "4.0 ms", "1.0 ms")),
+            ("Net, 64 samples, in four", ("8.0 ms", "16.0 ms", "2.0 ms")),
+            ("Net, 64 samples, `install()`", ("1 ms", "1 ms", "1 ms")),
+            ("Half, 64 samples, in four", ("1 ms", "1 ms", "1 ms")),
+        )
+    ]
+    assert pictures.read_speeds(rows) == {("Net", 1, 64): [2, 4, 1], ("Net", 4, 16): [8, 16, 2]}
+    text = pictures.draw_speed(rows)
     bars = [lines_of(text, colour) for colour in ("quiet", "blue", "green")]
     heights = [[max(y for _, y in box) - min(y for _, y in box) for box in way] for way in bars]
     whole, parts = zip(*heights)

@@ -1,0 +1,505 @@
+"""The parts of bench/figures.py: what each runs, and the rows that it makes of it: the table, the
+name, and a text for each column. Columns and goals are those of the pages. Rows of the table
+`figures` are README's."""
+
+from figures_run import Part, median_of, number
+
+PARTS = {}
+GIB = 1 << 30
+
+
+def part(paths, **options):
+    def add(function):
+        PARTS[function.__name__.replace("_", "-")] = Part(function, paths.split(), **options)
+        return function
+
+    return add
+
+
+def show(value, unit=""):
+    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{text} {unit}".strip()
+
+
+def ratio(value):
+    return f"{value:.2f}"
+
+
+def by(lines, key):
+    return {line[key]: line for line in lines if key in line}
+
+
+def line_named(lines, name):
+    return next(line for line in lines if line.get("line") == name)
+
+
+def words_of(lines, *first):
+    """Lines of words that begin with these, without them."""
+    every = (line.get("words", []) for line in lines)
+    return [words[len(first) :] for words in every if words and tuple(words[: len(first)]) == first]
+
+
+# ---- one GPU, PyTorch ----
+
+TORCH = " python/rebatch src"
+WAYS = {
+    "native": "plain loop",
+    "expandable": "expandable segments",
+    "native+Step": "Step",
+    "install": "install()",
+    "install+Step": "Step, install()",
+    "halving": "halving",
+}
+TRAININGS = {
+    "mlp": "MLP, 256 samples",
+    "resnet18": "ResNet-18, 128 samples",
+    "gpt": "GPT, 32 samples",
+    "bert": "BERT base, 16 samples",
+    "unet": "UNet, 32 samples",
+    "lstm": "LSTM, 64 samples",
+}
+SMALL = {"plain": "plain loop", "step": "Step", "graphs": "graphs=True"}
+
+
+def training_of(line):
+    return TRAININGS.get(line["training"], line["training"]) + ", in four" * (line["micros"] > 1)
+
+
+def scenario(run, name, flags="", times=1):
+    """The lines of the scenario, by column."""
+    found = run.python(f"pytorch.py {name} {flags}", f"{name} --small", times=times)
+    return {WAYS[line["way"]]: line for line in found}
+
+
+def share_of(found, key, base):
+    """Of each way: its figure ÷ another, or ÷ that of the plain loop."""
+    return {way: ratio(line[key] / (base[key] if isinstance(base, dict) else line[base]))
+            for way, line in found.items()}  # fmt: skip
+
+
+def for_readme(row, plain, ours, graphs=""):
+    cells = {"plain or others": plain, "rebatch": ours, "with `graphs=True`": graphs}
+    return "figures", row, {column: text for column, text in cells.items() if text}
+
+
+@part("bench/pytorch.py" + TORCH, gpus=1)
+def speed(run):
+    found = scenario(run, "speed", times=2)
+    plain = found["plain loop"]
+    for line in found.values():
+        line["first"] = line["first_ms"][0]
+    cells = share_of(found, "tokens_per_s_behind", plain)
+    yield "GPT-2 124M", "speed ÷ plain loop's", cells
+    yield for_readme("GPT-2 124M, speed of a Step ÷ plain loop's", "1", cells["Step"])
+    cells = share_of(found, "tokens_per_s", plain)
+    yield "GPT-2 124M", "speed ÷ plain loop's, each step waits", cells
+    cells = share_of(found, "reserved", "allocated")
+    yield "GPT-2 124M", "memory reserved ÷ in use", cells
+    row = "GPT-2 124M, memory reserved ÷ in use, after `install()`"
+    yield for_readme(row, cells["plain loop"], cells["Step, install()"])
+    cells = share_of(found, "first", plain)
+    yield "GPT-2 124M", "first step ÷ plain loop's", cells
+    yield for_readme("GPT-2 124M, time of the first step ÷ plain loop's", "1", cells["Step"])
+
+
+@part("bench/pytorch.py" + TORCH, gpus=1)
+def lengths(run):
+    found = scenario(run, "lengths")
+    cells = {way: show(line["tokens_per_s"] / 1000) for way, line in found.items()}
+    yield "GPT-2 124M", "lengths at random: thousand tokens a second", cells
+    cells = share_of(found, "reserved", "allocated")
+    yield "GPT-2 124M", "lengths at random: memory reserved ÷ in use", cells
+
+
+@part("bench/pytorch.py" + TORCH, gpus=1)
+def taken(run):
+    found = scenario(run, "taken", times=2)
+    for line in found.values():
+        line["next"], line["third"] = line["next_ms"]
+    for key, name in (("struck_ms", "that step"), ("next", "the next"), ("third", "the third")):
+        row = f"memory is taken: {name} ÷ those before"
+        yield "GPT-2 124M", row, share_of(found, key, "before_ms")
+
+
+@part("bench/pytorch.py" + TORCH, gpus=1)
+def learn(run):
+    found = scenario(run, "learn")
+    for key, name in (
+        ("micro", "size found"),
+        ("ooms", "OOMs"),
+        ("ratio", "first step ÷ a later one"),
+    ):
+        cells = {way: show(line[key]) for way, line in found.items()}
+        yield "GPT-2 124M", f"`learn`, 20 GiB: {name}", cells
+
+
+@part("bench/pytorch.py" + TORCH, gpus=1)
+def oom(run):
+    found = {begun: scenario(run, "oom", f"--batch 64 --begun {begun}", 3) for begun in (64, 32)}
+    told = {"Step": [], "Step, install()": []}
+    for pool, first, told_ms in (
+        ("cold", "first_ms", "lost_ms"),
+        ("warm", "warm_ms", "warm_lost_ms"),
+    ):
+        for begun, ways in found.items():
+            lost = {way: line[first] - line["clean_ms"] for way, line in ways.items()}
+            cells = {way: show(ms, "ms") for way, ms in lost.items()}
+            yield "GPT-2 124M", f"time of a first OOM, {pool} pool, begun with {begun}", cells
+            for way, shares in told.items():
+                shares.append(ways[way][told_ms] / lost[way])
+            if (pool, begun) == ("cold", 64):
+                row = "GPT-2 124M, a first OOM: time beyond a clean step"
+                yield for_readme(row, f"halve and redo {cells['halving']}", cells["Step"])
+    furthest = {way: max(shares, key=lambda share: abs(share - 1)) for way, shares in told.items()}
+    cells = {way: ratio(share) for way, share in furthest.items()}
+    yield "GPT-2 124M", "`lost_ms` of a report ÷ that time, the furthest off", cells
+
+
+def small_rows(run, trainings, flags, suffix):
+    for training in trainings:
+        for line in run.python(f"small.py {training} {flags}", f"mlp --micros 1 {flags}"):
+            name, times = training_of(line), line["behind"]
+            cells = {title: show(times[way], "ms") for way, title in SMALL.items() if way in times}
+            for way in ("step", "graphs"):
+                if way in times:
+                    cells[f"{SMALL[way]} ÷ plain"] = ratio(times[f"{way}/plain"])
+            if line["micros"] > 1 and training in MEASURED:
+                [line] = run.python(f"small.py {training} --reserved --micros 4")
+                cells["graphs=True ÷ Step, memory"] = ratio(line["MiB"]["ratio"])
+            yield "small models", name + suffix, cells
+            if not suffix and name in (TRAININGS["mlp"], TRAININGS["bert"]) and "graphs" in times:
+                ours = cells["Step"], cells["graphs=True"]
+                yield for_readme(f"{name}: time of a step", cells["plain loop"], *ours)
+
+
+MEASURED = ("bert", "gpt", "resnet18")  # also what PyTorch reserves
+
+
+@part("bench/small.py" + TORCH, gpus=1, seconds=400)
+def small(run):
+    yield from small_rows(run, TRAININGS, "", "")
+
+
+@part("bench/small.py" + TORCH, gpus=1, seconds=200)
+def installed(run):
+    yield from small_rows(run, list(TRAININGS)[:4], "--micros 1 --install", ", `install()`")
+
+
+@part("bench/trainers.py bench/pytorch.py" + TORCH, gpus=1)
+def trainers(run):
+    """With a cap of half of what the plain loop takes."""
+    ways = {"plain": "plain loop", "Backward": "Backward", "install": "Backward, install()"}
+    ways["hand"] = "by hand, 16"
+    for trainer, title in (("nanogpt", "nanoGPT, GPT-2 124M"), ("llama", "Accelerate, Llama 134M")):
+        [line] = run.python(f"trainers.py {trainer} plain")
+        whole, cap = show(line["samples_per_s"]), line["reserved"] / 2
+        for memory, flags in (("all memory", ""), (f"{cap:.1f} GiB", f"--cap {cap:.2f}")):
+            cells = {"plain loop": whole}
+            for way in ways if flags else ("Backward", "install"):
+                ends = " || echo '{}'" * (way in ("plain", "hand"))  # without memory
+                line = run.python(f"trainers.py {trainer} {way} {flags}{ends}")[-1]
+                cells[ways[way]] = show(line["samples_per_s"]) if line else "ends"
+            yield "trainers, samples a second", f"{title}, {memory}", cells
+        row = f"{title}, half of the plain loop's memory: samples a second, {whole} with all"
+        yield for_readme(row, f"by hand {cells['by hand, 16']}", cells["Backward, install()"])
+
+
+# ---- one GPU: sleep, requests, losses over a batch, budgets ----
+
+SLEEP, LENGTHS = "sleep and requests", "budgets and lengths"
+
+
+@part("bench/sleep.c src/pool src/device", gpus=1, seconds=60)
+def sleep(run):
+    lines = run.make("bench-sleep", 3)
+    [copied], [dropped] = (words_of(lines, way, "copy") for way in ("with", "without"))
+    row = "sleep and wake"
+    yield SLEEP, f"{row} with copy, the first", {"rebatch": show(copied[0], "ms a GiB")}
+    yield SLEEP, f"{row} with copy, later", {"rebatch": show(copied[1], "ms a GiB")}
+    yield SLEEP, f"{row} without copy, later", {"rebatch": show(dropped[1], "ms a GiB")}
+    yield SLEEP, f"{row}: memory that sleep frees", {"rebatch": show(copied[2], "%")}
+
+
+@part("bench/yield.py bench/pytorch.py" + TORCH, gpus=1, seconds=280)
+def yielding(run):
+    [half] = run.python("yield.py half", "half --small --seconds 2")
+    row = "GPT-2 124M asked for half of its memory"
+    yield SLEEP, f"{row}: until it is free", {"rebatch": show(half["ms"], "ms")}
+    yield SLEEP, f"{row}: updates lost", {"rebatch": show(half["lost"])}
+    cells = {"rebatch": ratio(half["part_of_choice"]), "others": "begun at that limit: 1"}
+    yield SLEEP, f"{row}: speed afterwards", cells
+    [three] = run.python("yield.py three", "three --small --seconds 2")
+    cells = {"rebatch": ratio(three["parts"][1]), "others": "one alone: 1"}
+    yield SLEEP, "three trainings on one card, the others give memory: speed of all", cells
+
+
+@part("bench/contrastive.py" + TORCH, gpus=1, seconds=300)
+def contrastive(run):
+    for suffix, flags in (("", ""), (", `install()`", " --install")):
+        lines = run.python("contrastive.py" + flags, "--small")
+        [step] = [line for line in lines if line.get("way") == "step"]
+        [share] = [line["step_to_by_hand"] for line in lines if "step_to_by_hand" in line]
+        hand = min(line["ms"] for line in lines if line.get("way") == "by hand")
+        row = f"contrastive loss over 4,096 samples where 512 fit{suffix}"
+        cells = {"rebatch": show(step["ms"], "ms"), "fixed count": show(hand, "ms")}
+        yield LENGTHS, f"{row}: time of a step", cells
+        yield LENGTHS, f"{row}: ÷ the best by hand", {"rebatch": ratio(share)}
+
+
+@part("bench/speech.py" + TORCH, gpus=1, seconds=120)
+def speech(run):
+    found = by(run.python("speech.py", "--cpu"), "way")
+    for name, key in (("samples a second", "samples/s"), ("OOMs", "OOMs")):
+        cells = {"rebatch": show(found["budget by length"][key])}
+        cells["fixed count"] = show(found["fixed count"][key])
+        yield LENGTHS, f"speech, Whisper-tiny's shape, 8 GiB: {name}", cells
+
+
+@part("bench/budget.py examples/python/token_budget.py" + TORCH, gpus=1, seconds=120)
+def budget(run):
+    found = by(run.python("budget.py", "--width 64 --updates 2"), "way")
+    columns = {"rebatch": "cost, learn", "sampler": "Budget", "fixed count": "fixed count"}
+    cells = {column: show(found[way]["tokens/s"]) for column, way in columns.items()}
+    row = "GPT of 86M, answers up to 1,024 tokens, 8 GiB: tokens a second"
+    yield LENGTHS, row, cells
+    yield for_readme(row, f"fixed count {cells['fixed count']}", cells["rebatch"])
+
+
+# ---- one GPU: fit, and GPT-2 in C ----
+
+
+@part("bench/fit.py bench/fit_parts python/rebatch/fit", gpus=1)
+def fit(run):
+    """Three models: all of them take longer than a part may."""
+    models, files = "gpt2,llama,bert", ["build/figures-truth.json", "build/figures-fit.json"]
+    run.lines(f"rm -f {' '.join(files)}")
+    limits = "--seconds 400 --confirm 0"
+    run.python(f"fit.py truth --models {models} {limits} --output {files[0]}")
+    run.python(f"fit.py answers {files[0]} --output {files[1]}")
+    [words] = words_of(run.python(f"fit.py compare {' '.join(files)}"), "|", "fit,", "both", "|")
+    columns = ("rows", "exact", "within 3 %", "above the truth")
+    cells = dict(zip(columns, (f"{word:g}" for word in words[::2])))
+    yield "fit", models.replace(",", ", "), cells
+
+
+@part("bench/gpt.c bench/gpt_torch.py kernels examples/gpt src", gpus=1)
+def gpt(run):
+    line = line_named(run.make("bench-gpt"), "gpt")
+    ways = {"exact": "exact", "inexact": "`--exact off`"}
+    ways |= {"pytorch": "PyTorch", "compiled": "`torch.compile`"}
+    for at, micro in enumerate((16, 64)):
+        cells = {title: line[way].split("/")[at].removesuffix("k") for way, title in ways.items()}
+        yield "GPT-2 in C, thousand tokens a second", f"micro-batches of {micro}", cells
+
+
+@part("bench/gpt_graph.c kernels examples/gpt src", gpus=1)
+def gpt_graph(run):
+    found = {}
+    for line in run.make("bench-gpt-graph"):
+        if line["samples"] == 2:
+            continue
+        exact = "exact" if line["exact"] else "`--exact off`"
+        cells = found.setdefault(f"{line['model']}, {line['samples']:g} samples", {})
+        for way in ("launched", "replayed"):
+            cells[f"{exact}, {way}"] = show(line[f"{way}_ms"], "ms")
+    for row, cells in found.items():
+        yield "a micro-batch in C", row, cells
+
+
+@part(
+    "bench/gpt_recovery.c bench/gpt_recovery_torch.py scripts/bench-recovery examples/gpt kernels "
+    "src",
+    gpus=1,
+)
+def recovery(run):
+    lines = run.make("bench-recovery")
+    line = line_named(lines, "recovery")
+    cells = {"rebatch": ratio(line["struck"]), "others": f"halve and redo {line['halving']}"}
+    yield SLEEP, "GPT-2 in C, memory is taken within a step: ÷ a later step", cells
+    words = [line["words"] for line in lines if "words" in line]
+    peers = {tuple(each[:2]): each[2:] for each in words if len(each) == 7}
+    for gib, size, is_true, ooms, _, ms, *_, first in (each for each in words if len(each) == 12):
+        if isinstance(gib, str):
+            continue  # the head of the table
+        cells = {"size found": show(size), "is the largest": is_true, "OOMs": show(ooms)}
+        cells |= {"time": show(ms, "ms"), "first step ÷ later": ratio(first)}
+        for peer in ("Accelerate", "Lightning"):
+            name = {"Accelerate": "accelerate", "Lightning": "lightning-binsearch"}[peer]
+            if (name, gib) in peers:
+                found, largest, _, _, peers_ms = peers[name, gib]
+                cells[f"{peer}: size"] = f"{show(found)} of {show(largest)}"
+                cells[f"{peer}: time"] = show(peers_ms, "ms")
+        yield "GPT-2 in C, a cap", f"{gib:g} GiB", cells
+
+
+# ---- two GPUs ----
+
+RANKS = "several GPUs"
+
+
+@part("bench/ranks.py bench/pytorch.py" + TORCH, gpus=2)
+def ddp(run):
+    small = "--small --samples 8 --micro 4 --rounds 2 --steps 1 ddp ddp+Step"
+    narrow = " --model 256 4 64 1024 --samples 16 --float32"
+    for title, flags in (("GPT-2 124M", ""), ("4 layers of 256", narrow)):
+        lines = run.python(f"ranks.py ddp ddp+Step{flags}", small, ranks=2)
+        [share] = [line["median"] for line in lines if "ratio" in line]
+        row = f"{title}, DDP with a Step: speed ÷ DDP's"
+        yield RANKS, row, {"rebatch": ratio(share), "others": "1"}
+        if not flags:
+            yield for_readme(row, "1", ratio(share))
+
+
+@part("bench/shards.py bench/ranks.py" + TORCH, gpus=2)
+def fsdp(run):
+    flags = "plain lockstep window"
+    lines = run.python(f"shards.py {flags} --micro 4 --steps 12", f"{flags} --small", ranks=2)
+    found = {line["way"]: line for line in lines if line.get("rank") == 0}
+    for way, title in (("window", "in the window"), ("lockstep", "in lockstep")):
+        row, share = f"`fully_shard()`, 0.9 billion, {title}", ratio(found[way]["speed"])
+        yield RANKS, f"{row}: speed ÷ alone", {"rebatch": share, "others": "1"}
+        yield for_readme(f"{row}: speed ÷ alone", "1", share)
+        cells = {"rebatch": show(found[way]["peak"], "GiB")}
+        cells["others"] = show(found["plain"]["peak"], "GiB")
+        yield RANKS, f"{row}: peak in use", cells
+
+
+@part("bench/nccl.c include/rebatch/nccl.h src/recover", gpus=2)
+def vote_nccl(run):
+    line = line_named(run.make("bench-nccl", 3), "vote")
+    cells = {"rebatch": show(line["vote_us"], "µs"), "others": show(line["bare_us"], "µs")}
+    yield RANKS, "a vote of two ranks by NCCL, beside its all-reduce", cells
+
+
+# ---- without a GPU ----
+
+HOST = "the host's part"
+
+
+@part("bench/step.c src/recover src/pool")
+def step(run):
+    line = line_named(run.make("bench-step", 5), "step")
+    cells = {"rebatch": show(line["ns_per_microbatch"], "ns")}
+    yield HOST, "the wrap of a micro-batch when nothing fails", cells
+
+
+@part("bench/vote.c src/recover")
+def vote(run):
+    line = line_named(run.make("bench-vote", 5), "vote")
+    yield HOST, "a vote of one rank", {"rebatch": show(line["in_step_ns"], "ns")}
+
+
+@part("bench/small.py" + TORCH)
+def calls(run):
+    """Of narrow models, on one thread."""
+    for line in run.python(
+        "small.py mlp bert --calls --micros 4", "mlp --micros 1 --calls", times=3
+    ):
+        row = f"a Step of {line['tensors']:g} tensors in four, beyond a plain loop"
+        yield HOST, f"{row}: calls", {"rebatch": show(line["calls_beyond"])}
+        yield HOST, f"{row}: CPU time", {"rebatch": show(line["us_beyond"], "µs")}
+
+
+@part("bench/gpt_search.c examples/gpt src/probe src/recover src/pool")
+def search(run):
+    lines = run.make("bench-search", 3)
+    for way, title in (("probe", "a probe"), ("learn", "a first step that learns")):
+        [ms] = [words[-1] for words in words_of(lines, way) if words[0] == 48]
+        yield HOST, f"{title}, GPT-2 124M in C, 48 GiB", {"rebatch": show(ms, "ms")}
+
+
+@part("bench/sleep.c src/pool src/device")
+def sleep_dry(run):
+    for first, later, *_ in words_of(run.make("bench-sleep"), "without", "copy"):
+        row = "sleep and wake without copy, an H100's prices of calls"
+        yield SLEEP, f"{row}: first", {"rebatch": show(first, "ms a GiB")}
+        yield SLEEP, f"{row}: later", {"rebatch": show(later, "ms a GiB")}
+
+
+@part("bench/cotenant.c src/recover src/pool src/device")
+def cotenant(run):
+    line = line_named(run.make("bench-cotenant"), "cotenant")
+    share = {"rebatch": line["least"].replace("%", " %")}
+    yield HOST, "a co-tenant comes and goes: least speed ÷ best fixed size's", share
+
+
+@part("bench/cost.c src/recover src/pool")
+def cost(run):
+    lines = run.make("bench-cost")
+    line = line_named(lines, "cost")
+    [words] = words_of(lines, "|", "by", "count,", "fixed")
+    fixed = {"ooms": words[4], "tokens": words[10]}
+    for name, key in (("OOMs", "ooms"), ("tokens a unit of time", "tokens")):
+        cells = {"rebatch": line[f"{key}_with"], "in order": line[f"{key}_without"]}
+        cells = {
+            column: show(value) for column, value in (cells | {"fixed count": fixed[key]}).items()
+        }
+        yield LENGTHS, f"sequences of 8 to 2,048 tokens, 256 MiB: {name}", cells
+
+
+@part("bench/balance.py python/rebatch/torch/batches src")
+def balance(run):
+    found = by(run.python("balance.py"), "way")
+    columns = {"rebatch": "balanced", "in order": "greedy", "fixed count": "fixed"}
+    cells = {column: show(found[way]["tokens a unit of time"]) for column, way in columns.items()}
+    yield LENGTHS, "long answers over 8 ranks in lockstep: tokens a unit of time", cells
+
+
+@part("bench/pool.c bench/alloc_patterns.h src/pool src/base")
+def pool(run):
+    lines = run.make("bench-pool", 3)
+    titles = {"hot": "one block of 1 MiB", "random": "256 live, 512 B to 32 MiB, at random"}
+    titles["train"] = "training step, 12 layers"
+    for pattern, title in titles.items():
+        names = {"rebatch": "pool", "glibc": "glibc", "mimalloc": "mimalloc"}
+        found = {column: words_of(lines, name, pattern) for column, name in names.items()}
+        cells = {column: show(words[0][1], "ns") for column, words in found.items() if words}
+        yield "allocate and free", title, cells
+
+
+@part("bench/replay bench/traces src/pool src/device")
+def replay(run):
+    """Traces of PyTorch and the hardest, and the worst of the others."""
+    flags, others = "--json --smallest bench/traces/*.trace.gz", []
+    for line in run.make(f"bench-replay REPLAY_FLAGS='{flags}'"):
+        short = f"--json --capacity {int(1.02 * line['peak_live_bytes'])} {line['trace']}"
+        [passes] = run.lines(f"build/release/bench/replay/replay {short} || echo '{{}}'")
+        figures = [100 * line["utilisation"], line["smallest_to_live"]]
+        figures += [passes[key] / 1e6 for key in ("driver_ns", "third_driver_ns") if passes]
+        peer = 100 * (line["pytorch_utilisation"] or 0)
+        name = line["trace"].split("/")[-1].removesuffix(".trace.gz")
+        if peer or name == "churn":
+            yield "traces", name, trace_cells(figures, peer)
+        else:
+            others.append(figures)
+    least, *most = zip(*others)
+    cells = trace_cells([min(least), *map(max, most)], 0)
+    yield "traces", f"{len(others)} others: the worst of each", cells
+
+
+def trace_cells(figures, peer):
+    texts = [f"{figures[0]:.1f} %", f"{figures[1]:.4f}", *(show(ms, "ms") for ms in figures[2:])]
+    columns = ("rebatch", "smallest device", "in 1.02: first pass", "third pass")
+    return dict(zip(columns, texts)) | ({"PyTorch": f"{peer:.1f} %"} if peer else {})
+
+
+@part("bench/events.c bench/replay bench/traces src/pool")
+def events(run):
+    for lag, *_, warm, _, _, _ in words_of(run.make("bench-events")):
+        if not lag:
+            row = "calls for events, 1,000 pairs on two streams, work done at once"
+            yield HOST, row, {"rebatch": show(warm)}
+
+
+@part("bench/probe.c bench/probe_cases.h src/probe src/pool src/recover")
+def probe(run):
+    """Medians of three sets that had no part in the making of the probe."""
+    found = [run.make(f"bench-probe PROBE_FLAGS='--seed {seed}'") for seed in (31101, 31102, 31103)]
+    for name in ("rebatch_probe", "halving (Composer)", "x 0.9 (Accelerate)",
+                 "power (Lightning)", "power, bisect (Lightning)"):  # fmt: skip
+        first = [number(word) for word in name.split()]
+        every = [words_of(lines, *first)[0] for lines in found]
+        trials, _, ooms, _, exact, above, size = median_of(every)
+        cells = {"size found ÷ largest": f"{size:.1f} %", "OOMs a search": ratio(ooms)}
+        cells |= {"trials": show(trials), "exact": show(exact), "above": show(above)}
+        yield "200 models", name, cells
