@@ -113,7 +113,7 @@ static __global__ void descend(parameters w, parameters g)
 
 /* ---- the training step ---- */
 
-static void zero_gradients(void)
+static void zero_grads(void)
 {
     CHECK(cudaMemset(gradients.in, 0, sizeof(float) * INPUTS * HIDDEN));
     CHECK(cudaMemset(gradients.out, 0, sizeof(float) * HIDDEN));
@@ -223,10 +223,9 @@ int main(int argc, char **argv)
     make_all();
     for (int i = 0; i < STEPS; i++) {
 #ifdef REBATCH
-        CHECK(
-            rebatch_wrap_step(BATCH, zero_gradients, train_on, update, REBATCH_DECLARES_MUTATION));
+        CHECK(rebatch_wrap_step(BATCH, zero_grads, train_on, update, REBATCH_DECLARES_MUTATION));
 #else
-        zero_gradients();
+        zero_grads();
         train_on(0, BATCH);
         update();
 #endif

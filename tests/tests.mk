@@ -240,7 +240,7 @@ test-gpu: kernels ## the tests that need a GPU
 RUN_WRAP_EXISTING = @export LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH; \
     scripts/test-wrap-existing $(WRAP_EXISTING)-before $(WRAP_EXISTING) && \
     scripts/test-wrap-existing $(WRAP_BUFFERS)-before $(WRAP_BUFFERS)
-test-wrap-existing: ## CUDA trainers before and after ten lines of rebatch (needs a GPU)
+test-wrap-existing: ## CUDA trainers before and after nine lines of rebatch (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
 	$(RUN_WRAP_EXISTING)
