@@ -83,3 +83,13 @@ Test(cli_output, without_output_nothing_is_lost)
     r = cli_run_program(cli_command, "config >&-");
     cr_expect_eq(r.code, 2, "%s", r.error);
 }
+
+/* Said before anything trains. */
+Test(cli_output, a_record_that_cannot_be_opened_is_named)
+{
+    AUTO_DONE(r) = cli_run_program(cli_demo, "--csv none/demo.csv");
+    cr_expect_eq(r.code, 1, "%s", r.error);
+    cr_expect_str_eq(r.error, "demo: failed: REBATCH_E_IO: cannot write none/demo.csv: No such "
+                              "file or directory\n");
+    cr_expect_str_empty(r.out);
+}
