@@ -206,7 +206,7 @@ def trainers(run):
 
 # ---- one GPU: sleep, requests, losses over a batch, budgets ----
 
-SLEEP, LENGTHS = "sleep and requests", "budgets and lengths"
+HOST, LENGTHS = "the host's part", "budgets and lengths"
 
 
 @part("bench/sleep.c src/pool src/device", gpus=1, seconds=60)
@@ -214,23 +214,23 @@ def sleep(run):
     lines = run.make("bench-sleep", 3)
     [copied], [dropped] = (words_of(lines, way, "copy") for way in ("with", "without"))
     row = "sleep and wake"
-    yield SLEEP, f"{row} with copy, the first", {"rebatch": show(copied[0], "ms a GiB")}
-    yield SLEEP, f"{row} with copy, later", {"rebatch": show(copied[1], "ms a GiB")}
-    yield SLEEP, f"{row} without copy, later", {"rebatch": show(dropped[1], "ms a GiB")}
-    yield SLEEP, f"{row}: memory that sleep frees", {"rebatch": show(copied[2], "%")}
+    yield HOST, f"{row} with copy, the first", {"rebatch": show(copied[0], "ms a GiB")}
+    yield HOST, f"{row} with copy, later", {"rebatch": show(copied[1], "ms a GiB")}
+    yield HOST, f"{row} without copy, later", {"rebatch": show(dropped[1], "ms a GiB")}
+    yield HOST, f"{row}: memory that sleep frees", {"rebatch": show(copied[2], "%")}
 
 
 @part("bench/yield.py bench/pytorch.py" + TORCH, gpus=1, seconds=280)
 def yielding(run):
     [half] = run.python("yield.py half", "half --small --seconds 2")
     row = "GPT-2 124M asked for half of its memory"
-    yield SLEEP, f"{row}: until it is free", {"rebatch": show(half["ms"], "ms")}
-    yield SLEEP, f"{row}: updates lost", {"rebatch": show(half["lost"])}
+    yield HOST, f"{row}: until it is free", {"rebatch": show(half["ms"], "ms")}
+    yield HOST, f"{row}: updates lost", {"rebatch": show(half["lost"])}
     cells = {"rebatch": ratio(half["part_of_choice"]), "others": "begun at that limit: 1"}
-    yield SLEEP, f"{row}: speed afterwards", cells
+    yield HOST, f"{row}: speed afterwards", cells
     [three] = run.python("yield.py three", "three --small --seconds 2")
     cells = {"rebatch": ratio(three["parts"][1]), "others": "one alone: 1"}
-    yield SLEEP, "three trainings on one card, the others give memory: speed of all", cells
+    yield HOST, "three trainings on one card, the others give memory: speed of all", cells
 
 
 @part("bench/contrastive.py" + TORCH, gpus=1, seconds=300)
@@ -315,7 +315,7 @@ def recovery(run):
     lines = run.make("bench-recovery")
     line = line_named(lines, "recovery")
     cells = {"rebatch": ratio(line["struck"]), "others": f"halve and redo {line['halving']}"}
-    yield SLEEP, "GPT-2 in C, memory is taken within a step: ÷ a later step", cells
+    yield HOST, "GPT-2 in C, memory is taken within a step: ÷ a later step", cells
     words = [line["words"] for line in lines if "words" in line]
     peers = {tuple(each[:2]): each[2:] for each in words if len(each) == 7}
     for gib, size, is_true, ooms, _, ms, *_, first in (each for each in words if len(each) == 12):
@@ -373,8 +373,6 @@ def vote_nccl(run):
 
 # ---- without a GPU ----
 
-HOST = "the host's part"
-
 
 @part("bench/step.c src/recover src/pool")
 def step(run):
@@ -392,12 +390,10 @@ def vote(run):
 @part("bench/small.py" + TORCH)
 def calls(run):
     """Of narrow models, on one thread."""
-    for line in run.python(
-        "small.py mlp bert --calls --micros 4", "mlp --micros 1 --calls", times=3
-    ):
+    for line in run.python("small.py mlp bert --calls --micros 4", "mlp --calls", times=3):
         row = f"a Step of {line['tensors']:g} tensors in four, beyond a plain loop"
-        yield HOST, f"{row}: calls", {"rebatch": show(line["calls_beyond"])}
         yield HOST, f"{row}: CPU time", {"rebatch": show(line["us_beyond"], "µs")}
+    yield HOST, f"{row}: calls", {"rebatch": show(line["calls_beyond"])}
 
 
 @part("bench/gpt_search.c examples/gpt src/probe src/recover src/pool")
@@ -412,8 +408,8 @@ def search(run):
 def sleep_dry(run):
     for first, later, *_ in words_of(run.make("bench-sleep"), "without", "copy"):
         row = "sleep and wake without copy, an H100's prices of calls"
-        yield SLEEP, f"{row}: first", {"rebatch": show(first, "ms a GiB")}
-        yield SLEEP, f"{row}: later", {"rebatch": show(later, "ms a GiB")}
+        yield HOST, f"{row}: first", {"rebatch": show(first, "ms a GiB")}
+        yield HOST, f"{row}: later", {"rebatch": show(later, "ms a GiB")}
 
 
 @part("bench/cotenant.c src/recover src/pool src/device")
@@ -495,8 +491,8 @@ def events(run):
 def probe(run):
     """Medians of three sets that had no part in the making of the probe."""
     found = [run.make(f"bench-probe PROBE_FLAGS='--seed {seed}'") for seed in (31101, 31102, 31103)]
-    for name in ("rebatch_probe", "halving (Composer)", "x 0.9 (Accelerate)",
-                 "power (Lightning)", "power, bisect (Lightning)"):  # fmt: skip
+    names = "rebatch_probe", "halving (Composer)", "x 0.9 (Accelerate)", "power, bisect (Lightning)"
+    for name in names:
         first = [number(word) for word in name.split()]
         every = [words_of(lines, *first)[0] for lines in found]
         trials, _, ooms, _, exact, above, size = median_of(every)

@@ -36,11 +36,11 @@ def number(word):
 
 
 def read(text):
-    """The lines of a program: JSON objects; `name: key=value ...` as such; else words."""
+    """The lines of a program: JSON objects; those of `name: key=value ...`; else words."""
     for line in text.splitlines():
         if line.startswith("{"):
             yield json.loads(line)
-        elif re.match(r"[\w ]+: \w+=", line):
+        elif re.match(r"\w+: .*\b\w+=", line):
             name, _, rest = line.partition(": ")
             pairs = (word.partition("=") for word in rest.split() if "=" in word)
             yield {"line": name, **{key: number(value) for key, _, value in pairs}}

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "bench"))
 
 import figures  # noqa: E402
 from figures_parts import PARTS  # noqa: E402
-from figures_run import Part  # noqa: E402
+from figures_run import Part, read  # noqa: E402
 
 
 def of_program(*commands, times=1):
@@ -102,6 +102,48 @@ def test_each_part_has_a_bound_paths_that_are_there_and_the_rows_of_the_pages():
     assert sum(PARTS[name].seconds for name in figures.SETS["unmeasured"]) <= 25 * 60
     for row in json.loads((ROOT / "docs/figures.json").read_text())["rows"]:
         assert not row["part"] or row["paths"] == PARTS[row["part"]].paths, row["row"]
+
+
+SAID = {
+    "bench-gpt": "run 1 of 1\nmemory exact: 399.01 MiB a sample\ngpt: tokens/s micro 16/64: "
+    "exact=521k/534k inexact=535k/545k pytorch=321k/349k compiled=-/-",
+    "bench-recovery": """ GiB found  is true  OOMs micros  probe ms
+   8    14      yes      0      2      80.0      20.1    3000.0    3001.0    900.0    840.0   1.07
+others                GiB found  true trials  OOMs        ms
+accelerate              8     6     5      7     6    5368.0
+lightning-binsearch     8     4     5      8     -    3780.5
+tenant, rebatch    micro-batch 128 -> 55, step 410.0 ms, clean step 395.0 ms, 1.04 x
+recovery: caps=5 exact=5 ooms=0 struck=1.04 halving=1.88 cold=1.04""",
+    "bench-sleep": """8 GiB in use on a GPU
+with copy            90.25        41.50           99.8 %              1.000
+without copy          3.34         1.18          100.0 %              1.000""",
+    "bench-nccl": "vote: ranks=2 bare_us=26.10 vote_us=28.80",
+}
+
+
+class Said:
+    """What programs that need a GPU print, by their own lines."""
+
+    def make(self, target, times=1):
+        return list(read(SAID[target]))
+
+
+@pytest.mark.parametrize(
+    "part, count, row",
+    [
+        ("gpt", 2, {"exact": "534", "`--exact off`": "545", "PyTorch": "349",
+                    "`torch.compile`": "-"}),
+        ("recovery", 2, {"OOMs": "0", "time": "80 ms", "first step ÷ later": "1.07",
+                         "size found": "14", "is the largest": "yes",
+                         "Accelerate: size": "6 of 5", "Accelerate: time": "5,368 ms",
+                         "Lightning: size": "4 of 5", "Lightning: time": "3,780 ms"}),
+        ("sleep", 4, {"rebatch": "99.8 %"}),
+        ("vote-nccl", 1, {"rebatch": "28.8 µs", "others": "26.1 µs"}),
+    ],
+)  # fmt: skip
+def test_parts_read_what_the_programs_of_c_print(part, count, row):
+    rows = list(PARTS[part].make_rows(Said()))
+    assert len(rows) == count and rows[-1][2] == row
 
 
 PAGE = """# Figures
