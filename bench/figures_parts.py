@@ -433,7 +433,7 @@ def cost(run):
         yield LENGTHS, f"sequences of 8 to 2,048 tokens, 256 MiB: {name}", cells
 
 
-@part("bench/balance.py python/rebatch/torch/batches src")
+@part("bench/balance.py python/rebatch/torch/batches")
 def balance(run):
     found = by(run.python("balance.py"), "way")
     columns = {"rebatch": "balanced", "in order": "greedy", "fixed count": "fixed"}
