@@ -109,7 +109,8 @@ REBATCH_API rebatch_status rebatch_pool_set_floor(rebatch_pool *pool, size_t flo
  *  @param pool  the pool
  *  @return REBATCH_OK; REBATCH_OOM when there is not the memory: the pool still sleeps, nothing is
  *          lost, and the call may be repeated; so it may after REBATCH_E_DEVICE; REBATCH_E_STATE
- *          within a pressure callback; REBATCH_E_INVALID, REBATCH_E_DEVICE_LOST */
+ *          within a pressure callback, and of a pool that sleeps while a graph is captured;
+ *          REBATCH_E_INVALID, REBATCH_E_DEVICE_LOST */
 REBATCH_API_CHECKED rebatch_status rebatch_pool_wake(rebatch_pool *pool);
 
 /** Answer requests for a pool's memory on a Unix socket, which only this user and root may use: a

@@ -13,6 +13,9 @@
 
 #include "launch/yield.h"
 
+#define LOCK_TRIES 200 /* in two seconds */
+#define LOCK_PAUSE_US 10000
+
 static rebatch_status refuse(const char *path, const char *why)
 {
     char shown[512];
@@ -52,18 +55,29 @@ static rebatch_status set_address(struct sockaddr_un *out, const char *path)
 }
 
 /* Whoever makes or removes a socket in a folder holds this: in between one that listens not yet
- * would look like one that is left. -1: the folder cannot be locked. */
-static int lock_folder(const char *path)
+ * would look like one that is left. REBATCH_E_IO: another process has held it for too long. *out is
+ * -1 also where the folder cannot be locked. */
+static rebatch_status lock_folder(int *out, const char *path)
 {
     char folder[PATH_MAX] = ".";
     const char *const slash = strrchr(path, '/');
     if (slash)
         (void)snprintf(folder, sizeof folder, "%.*s", slash == path ? 1 : (int)(slash - path),
                        path);
-    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0)
-        (void)flock(fd, LOCK_EX);
-    return fd;
+    *out = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    for (int i = 0; *out >= 0 && flock(*out, LOCK_EX | LOCK_NB); i++) {
+        if (errno == EWOULDBLOCK && i < LOCK_TRIES) {
+            (void)usleep(LOCK_PAUSE_US);
+            continue;
+        }
+        const bool is_held = errno == EWOULDBLOCK;
+        (void)close(*out);
+        *out = -1;
+        if (is_held)
+            return refuse(folder, "another process holds the lock of the folder (flock): expected "
+                                  "it for a moment, not for two seconds");
+    }
+    return REBATCH_OK;
 }
 
 static void unlock_folder(int fd)
@@ -151,13 +165,15 @@ rebatch_status rbi_socket_listen(struct rbi_socket *out, const char *path)
 {
     struct sockaddr_un address;
     struct stat made;
+    int lock;
     out->fd = -1;
     rebatch_status status = find_path(out->path, sizeof out->path, path);
     if (!status)
         status = set_address(&address, out->path);
+    if (!status)
+        status = lock_folder(&lock, out->path);
     if (status)
         return status;
-    const int lock = lock_folder(out->path);
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     status = fd < 0 ? refuse(out->path, strerror(errno)) : bind_and_listen(fd, &address);
     if (!status && lstat(out->path, &made))
@@ -177,10 +193,11 @@ rebatch_status rbi_socket_listen(struct rbi_socket *out, const char *path)
 void rbi_socket_end(struct rbi_socket *own)
 {
     struct stat there;
+    int lock;
     if (own->fd < 0)
         return;
-    const int lock = lock_folder(own->path);
-    if (lstat(own->path, &there) == 0 && there.st_dev == own->device && there.st_ino == own->inode)
+    if (!lock_folder(&lock, own->path) && lstat(own->path, &there) == 0 &&
+        there.st_dev == own->device && there.st_ino == own->inode)
         (void)unlink(own->path);
     unlock_folder(lock);
     (void)close(own->fd);
@@ -190,7 +207,8 @@ void rbi_socket_end(struct rbi_socket *own)
 rebatch_status rbi_socket_connect(int *fd, const char *path)
 {
     struct sockaddr_un address;
-    const rebatch_status status = set_address(&address, path);
+    int lock;
+    rebatch_status status = set_address(&address, path);
     if (status)
         return status;
     *fd = connect_to(&address, 0);
@@ -198,7 +216,9 @@ rebatch_status rbi_socket_connect(int *fd, const char *path)
         return REBATCH_OK;
     if (errno != ECONNREFUSED)
         return refuse(path, strerror(errno));
-    const int lock = lock_folder(path);
+    status = lock_folder(&lock, path);
+    if (status)
+        return status;
     const bool is_removed = remove_left(&address);
     unlock_folder(lock);
     return refuse(path, is_removed ? "its process has ended, so the socket is removed"

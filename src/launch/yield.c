@@ -12,6 +12,8 @@
 
 #define STEP_NS UINT64_C(5000000000) /* in which a step must come */
 
+#define NONE UINT64_MAX
+
 static void run_in_turn(void *user);
 
 static struct {
@@ -25,11 +27,13 @@ static struct {
     struct rbi_pool_task task;
     bool is_posted;            /* and has neither run nor been withdrawn */
     bool sleeps;               /* that is asked for, else a give */
+    bool falls_asleep;         /* now, in the thread of the training */
     bool has_slept;            /* on request; anybody may have woken it since */
     char complaint[256];       /* why it does not sleep */
     struct rbi_client *asking; /* NULL: none waits for an answer */
     uint64_t asked_ns, ran_ns, held_before, target;
-    uint64_t bound; /* set on request; 0: none. It holds as long as it is the pool's */
+    uint64_t waiting; /* the least target of those answered that wait for a step; NONE: no one */
+    uint64_t bound;   /* set on request; 0: none. It holds as long as it is the pool's */
 
     /* what the training tells, in its thread */
     rebatch *rb;                    /* whose step or map runs, NULL: none */
@@ -39,7 +43,10 @@ static struct {
     atomic_uint_fast64_t steps, samples, micro, short_permille;
     atomic_uint_fast64_t period_ns; /* of a step, on average */
     uint64_t ended_ns;              /* the last one */
-} yield = {.socket = {.fd = -1}, .lock = PTHREAD_MUTEX_INITIALIZER, .task = {run_in_turn, NULL}};
+} yield = {.socket = {.fd = -1},
+           .lock = PTHREAD_MUTEX_INITIALIZER,
+           .task = {run_in_turn, NULL},
+           .waiting = NONE};
 
 /* ---- in the thread of the training ---- */
 
@@ -63,7 +70,7 @@ static void note_step(const rebatch *rb)
 /* Whether the pool has the bound that was asked for: a wake by the program ends it too. */
 static bool holds_bound(void)
 {
-    return yield.bound && rbi_pool_given(yield.pool) == yield.bound;
+    return yield.bound && rbi_pool_look(yield.pool).given_bytes == yield.bound;
 }
 
 /* The lock is held. */
@@ -79,16 +86,24 @@ static void set_bound_in_turn(void)
 {
     if (yield.rb)
         yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
-    const uint64_t before = rbi_pool_given(yield.pool), most = rbi_max(yield.needs, yield.target);
+    const uint64_t target = yield.asking && !yield.sleeps ? yield.target : NONE;
+    const uint64_t before = rbi_pool_look(yield.pool).given_bytes;
+    const uint64_t most = rbi_max(yield.needs, rbi_min(target, yield.waiting));
     if (most < before)
         set_bound(most);
 }
 
-/* After a sleep the pool lets the thread wait for the wake. */
+/* After a sleep the pool lets the thread wait for the wake. Who asks meanwhile is answered. */
 static void fall_asleep_in_turn(void)
 {
-    yield.has_slept = rebatch_pool_sleep(yield.pool, NULL, NULL) == REBATCH_OK;
-    if (!yield.has_slept)
+    rebatch_pool *const pool = yield.pool;
+    yield.falls_asleep = true;
+    (void)pthread_mutex_unlock(&yield.lock);
+    const bool sleeps = rebatch_pool_sleep(pool, NULL, NULL) == REBATCH_OK;
+    (void)pthread_mutex_lock(&yield.lock);
+    yield.falls_asleep = false;
+    yield.has_slept = sleeps;
+    if (!sleeps)
         (void)snprintf(yield.complaint, sizeof yield.complaint, "%s", rebatch_last_error());
 }
 
@@ -97,8 +112,11 @@ static void run_in_turn(void *user)
     (void)user;
     (void)pthread_mutex_lock(&yield.lock);
     if (yield.is_posted)
-        (yield.sleeps ? fall_asleep_in_turn : set_bound_in_turn)();
+        set_bound_in_turn();
+    if (yield.is_posted && yield.sleeps)
+        fall_asleep_in_turn();
     yield.is_posted = false;
+    yield.waiting = NONE;
     yield.ran_ns = rbi_now_ns();
     (void)pthread_mutex_unlock(&yield.lock);
     rbi_clients_ring();
@@ -133,13 +151,6 @@ static bool lift(rebatch *rb, uint64_t missing_bytes)
 
 /* ---- answers ---- */
 
-static rebatch_pool_stats read_stats(void)
-{
-    rebatch_pool_stats stats = {0};
-    (void)rebatch_pool_get_stats(&stats, yield.pool);
-    return stats;
-}
-
 static void refuse(struct rbi_client *client, const char *why)
 {
     char text[RBI_ANSWER_BYTES];
@@ -152,7 +163,7 @@ static void refuse(struct rbi_client *client, const char *why)
 static void end_with_held(struct rbi_client *client, struct rbi_text *t)
 {
     rbi_text_add(t, "; holds ");
-    rbi_text_add_bytes(t, read_stats().reserved_bytes);
+    rbi_text_add_bytes(t, rbi_pool_look(yield.pool).reserved_bytes);
     rbi_text_add(t, yield.needs ? ", a step needs at least " : ", what a step needs is not known");
     if (yield.needs)
         rbi_text_add_bytes(t, yield.needs);
@@ -182,10 +193,10 @@ static void say_status(struct rbi_client *client)
 {
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
-    const rebatch_pool_stats stats = read_stats();
+    const struct rbi_pool_look pool = rbi_pool_look(yield.pool);
     const bool sleeps = rbi_pool_sleeps(yield.pool);
     const bool trains = !sleeps && !has_stopped(0, rbi_now_ns());
-    const uint64_t period = yield.period_ns, bound = rbi_pool_given(yield.pool);
+    const uint64_t period = yield.period_ns;
     const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
     rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
     rbi_text_add_json(&t, yield.command);
@@ -193,10 +204,10 @@ static void say_status(struct rbi_client *client)
                  sleeps   ? "asleep"
                  : trains ? "training"
                           : "not in a step");
-    rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
-                 stats.reserved_bytes, stats.live_bytes);
+    rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64, pool.reserved_bytes,
+                 pool.live_bytes);
     add_known(&t, "needs_bytes", yield.needs);
-    add_known(&t, "bound_bytes", bound == SIZE_MAX ? 0 : bound);
+    add_known(&t, "bound_bytes", pool.given_bytes == SIZE_MAX ? 0 : pool.given_bytes);
     rbi_text_add(&t, ", \"steps\": %" PRIu64 ", \"micro\": %" PRIu64, (uint64_t)yield.steps,
                  (uint64_t)yield.micro);
     add_thousandths(&t, "steps_per_second", per_second);
@@ -214,7 +225,7 @@ static void say_given(void)
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
     struct rbi_client *const client = yield.asking;
-    const uint64_t now = rbi_now_ns(), held = read_stats().reserved_bytes;
+    const uint64_t now = rbi_now_ns(), held = rbi_pool_look(yield.pool).reserved_bytes;
     const bool is_late = yield.is_posted ? has_stopped(yield.asked_ns, now)
                                          : now - rbi_max(yield.ran_ns, yield.asked_ns) > STEP_NS;
     const uint64_t bound = holds_bound() ? yield.bound : 0;
@@ -226,6 +237,8 @@ static void say_given(void)
     rbi_text_add(&t, " after %" PRIu64 " ms", (now - yield.asked_ns) / 1000000);
     if (yield.is_posted || !yield.turned_ns)
         rbi_text_add(&t, ", not in a step%s", yield.is_posted ? ": the next one is bounded" : "");
+    if (yield.is_posted)
+        yield.waiting = rbi_min(yield.waiting, yield.target);
     yield.asking = NULL;
     end_with_held(client, &t);
 }
@@ -241,8 +254,8 @@ static void give(struct rbi_client *client, const char *size)
         refuse(client, rebatch_last_error());
         return;
     }
-    const rebatch_pool_stats stats = read_stats();
-    const uint64_t held = stats.reserved_bytes, cached = held - stats.live_bytes;
+    const struct rbi_pool_look pool = rbi_pool_look(yield.pool);
+    const uint64_t held = pool.reserved_bytes, cached = held - pool.live_bytes;
     yield.asking = client;
     yield.asked_ns = rbi_now_ns();
     yield.held_before = held;
@@ -258,12 +271,22 @@ static void give(struct rbi_client *client, const char *size)
 
 /* ---- sleep and wake ---- */
 
-/* What the training has not done, it does not do. The lock is held. */
-static void withdraw(void)
+/* The client that asks has asked for nothing. The lock is held. */
+static void let_go(void)
 {
+    yield.asking = NULL;
+    yield.sleeps = false;
+    if (yield.waiting != NONE)
+        return;
     (void)rbi_pool_withdraw_task(yield.pool, &yield.task);
     yield.is_posted = false;
-    yield.asking = NULL;
+}
+
+/* What the training has not done, it does not do. */
+static void withdraw(void)
+{
+    yield.waiting = NONE;
+    let_go();
 }
 
 /* Where the training of the client that asks sleeps, or does not. */
@@ -276,7 +299,7 @@ static void say_asleep(void)
     if (yield.is_posted && !has_stopped(yield.asked_ns, now))
         return;
     const bool has_begun = yield.turned_ns && !yield.is_posted;
-    withdraw();
+    let_go();
     if (!yield.has_slept) {
         refuse(client, has_begun ? yield.complaint
                                  : "not in a step, and it sleeps between two micro-batches");
@@ -334,7 +357,7 @@ static void take_request(struct rbi_client *client)
         rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB, sleep or "
                          "wake");
         refuse(client, text);
-    } else if (rbi_pool_sleeps(yield.pool))
+    } else if (yield.falls_asleep || rbi_pool_sleeps(yield.pool))
         refuse(client, "it sleeps: expected wake");
     else if (!yield.asking && is_give)
         give(client, line + 5);
@@ -353,7 +376,7 @@ static void gone(struct rbi_client *client)
 {
     (void)pthread_mutex_lock(&yield.lock);
     if (client == yield.asking)
-        withdraw();
+        let_go();
     (void)pthread_mutex_unlock(&yield.lock);
 }
 

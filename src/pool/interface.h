@@ -172,13 +172,19 @@ struct rbi_pool_task {
 bool rbi_pool_post_task(rebatch_pool *pool, struct rbi_pool_task *task);
 /* @return false: it has begun to run, or has run */
 bool rbi_pool_withdraw_task(rebatch_pool *pool, struct rbi_pool_task *task);
-/* The bound of rebatch_pool_give(); SIZE_MAX: there is none. */
-size_t rbi_pool_given(rebatch_pool *pool);
 /* Between two micro-batches, by the thread that trains: an atomic load where nothing waits. Outside
  * of sessions rebatch_pool_mark() does it. */
 void rbi_pool_run_task(rebatch_pool *pool);
 /* Whether it sleeps now. Takes no lock. */
 bool rbi_pool_sleeps(const rebatch_pool *pool);
+
+/* What can be told of a pool at any time. */
+struct rbi_pool_look {
+    uint64_t reserved_bytes, live_bytes;
+    uint64_t given_bytes; /* the bound of rebatch_pool_give(); SIZE_MAX: there is none */
+};
+/* Does not wait for a sleep or a wake that runs: it is told of as it was before that. */
+struct rbi_pool_look rbi_pool_look(rebatch_pool *pool);
 
 /* ---- what it counts ---- */
 

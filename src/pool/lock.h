@@ -22,12 +22,16 @@ static inline bool rbi_lock_is_held(const struct rbi_lock *lock)
     return atomic_load_explicit(&lock->word, memory_order_relaxed) != 0;
 }
 
-static inline void rbi_lock_take(struct rbi_lock *lock)
+static inline bool rbi_lock_try(struct rbi_lock *lock)
 {
     uint32_t seen = 0;
-    if (__builtin_expect(!atomic_compare_exchange_strong_explicit(
-                             &lock->word, &seen, 1, memory_order_acquire, memory_order_relaxed),
-                         0))
+    return atomic_compare_exchange_strong_explicit(&lock->word, &seen, 1, memory_order_acquire,
+                                                   memory_order_relaxed);
+}
+
+static inline void rbi_lock_take(struct rbi_lock *lock)
+{
+    if (__builtin_expect(!rbi_lock_try(lock), 0))
         rbi_lock_wait(lock);
 }
 

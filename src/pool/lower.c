@@ -2,7 +2,8 @@
  * is in use as it is freed. Must not know what a limit is for. */
 #include "pool/pool.h"
 
-/* What is reserved of the device beyond the limit. */
+/* What is reserved of the device beyond the limit. A share of the device, and what others allow,
+ * count where memory is taken (rbi_pool_limit()): neither falls later, so nothing is beyond. */
 static size_t excess_of(const rebatch_pool *pool)
 {
     const uint64_t reserved = rbi_vm_device_bytes(&pool->vm);
@@ -103,14 +104,6 @@ rebatch_status rebatch_pool_set_floor(rebatch_pool *pool, size_t floor_bytes)
         status = set_floor_locked(pool, floor_bytes);
     rbi_pool_give_lock(pool);
     return status;
-}
-
-size_t rbi_pool_given(rebatch_pool *pool)
-{
-    rbi_lock_take(&pool->lock);
-    const size_t bytes = pool->given_bytes;
-    rbi_pool_give_lock(pool);
-    return bytes;
 }
 
 void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)

@@ -113,6 +113,9 @@ struct rbi_pool_sleep {
     void (*on_wait)(void *user); /* told when the first call waits; then NULL */
     void *user;
     uint64_t allowed_to; /* the thread that may sleep within a session's step; 0: none */
+    /* What a sleep or a wake, which holds the lock while it copies, has found. */
+    atomic_bool is_at_work;
+    _Atomic(uint64_t) reserved_bytes, live_bytes, given_bytes;
 };
 
 struct rbi_pressure {

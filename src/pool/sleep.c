@@ -44,13 +44,42 @@ static void set_asleep(rebatch_pool *pool, bool is_asleep)
         (void)syscall(SYS_futex, &pool->is_asleep, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
 }
 
+static struct rbi_pool_look look(const rebatch_pool *pool)
+{
+    return (struct rbi_pool_look){rbi_vm_bytes(&pool->vm), pool->stats.live_bytes,
+                                  pool->given_bytes};
+}
+
+static void begin(rebatch_pool *pool)
+{
+    const struct rbi_pool_look found = look(pool);
+    pool->sleep.reserved_bytes = found.reserved_bytes;
+    pool->sleep.live_bytes = found.live_bytes;
+    pool->sleep.given_bytes = found.given_bytes;
+    pool->sleep.is_at_work = true;
+}
+
 /* The floor is there again where the pool is awake, as far as there is memory. */
 static void end(rebatch_pool *pool)
 {
     size_t missing;
     rbi_pool_keep_limit(pool);
     (void)rbi_pool_take_floor(&missing, pool);
+    pool->sleep.is_at_work = false;
     rbi_pool_give_lock(pool);
+}
+
+struct rbi_pool_look rbi_pool_look(rebatch_pool *pool)
+{
+    while (!rbi_lock_try(&pool->lock)) {
+        if (pool->sleep.is_at_work)
+            return (struct rbi_pool_look){pool->sleep.reserved_bytes, pool->sleep.live_bytes,
+                                          pool->sleep.given_bytes};
+        (void)usleep(100);
+    }
+    const struct rbi_pool_look found = look(pool);
+    rbi_pool_give_lock(pool);
+    return found;
 }
 
 /* ---- what becomes of a chunk ---- */
@@ -159,7 +188,7 @@ static rebatch_status check_sleep(rebatch_pool *pool)
         if (pool->scopes[i].is_phase)
             return rbi_error(REBATCH_E_STATE, "a session's step is running on the pool: expected "
                                               "rebatch_pool_sleep() between two steps");
-    if (pool->may_wait && !pool->may_wait(pool->may_wait_user))
+    if (!rbi_pool_may_wait(pool))
         return rbi_error(REBATCH_E_STATE,
                          "a graph is being captured: expected rebatch_pool_sleep() after it");
     const rebatch_status status = rbi_pool_await(pool, ++pool->progress.frees);
@@ -234,6 +263,7 @@ rebatch_status rebatch_pool_sleep(rebatch_pool *pool, const rebatch_sleep_option
     if (status != REBATCH_OK)
         return status;
     rbi_pool_take_lock(pool);
+    begin(pool);
     status = sleep_locked(pool, &ours, out);
     end(pool);
     return status;
@@ -271,9 +301,16 @@ rebatch_status rebatch_pool_wake(rebatch_pool *pool)
         (status = rbi_pool_check_caller(pool, "rebatch_pool_wake")) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    pool->given_bytes = SIZE_MAX;
-    if (rbi_pool_is_asleep(pool))
-        status = wake_locked(pool);
+    begin(pool);
+    const bool is_asleep = rbi_pool_is_asleep(pool);
+    if (is_asleep && !rbi_pool_may_wait(pool)) {
+        status = rbi_error(REBATCH_E_STATE,
+                           "a graph is being captured: expected rebatch_pool_wake() after it");
+    } else {
+        pool->given_bytes = SIZE_MAX;
+        if (is_asleep)
+            status = wake_locked(pool);
+    }
     end(pool);
     return status;
 }

@@ -149,6 +149,23 @@ Test(yield, a_training_that_pauses_is_bounded_when_its_next_step_begins)
     cr_expect_lt(rebatch_short_of_memory(rig.rb), 1);
 }
 
+Test(yield, the_least_bound_that_waits_for_a_step_stays)
+{
+    char text[512];
+    rebatch_step_report report;
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    rig_stop(&rig);
+    ask_who_pauses(text, sizeof text, "give 20MiB\n");
+    HAS(text, "the next one is bounded");
+    ask_who_pauses(text, sizeof text, "give to 60MiB\n");
+    HAS(text, "the next one is bounded");
+    ask_who_pauses(text, sizeof text, "sleep\n");
+    HAS(text, "no: not in a step");
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, &report));
+    cr_expect_eq(report.micro, 4);
+}
+
 static void *ask_for_four(void *text)
 {
     OK(rebatch_ask(text, 512, path, "give 4MiB"));

@@ -1,7 +1,9 @@
 /* Owns the tests of the socket over which a training is asked for memory: its lines, where it is,
  * and what becomes of both sides when one ends. Must not know the library's inside. */
 #include <dirent.h>
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -184,6 +186,20 @@ Test(yield_socket, a_path_that_is_no_place_for_a_socket_is_refused)
     HAS(list, text);
     (void)rebatch_top_format(list, sizeof list, false);
     HAS(list, pid);
+}
+
+Test(yield_socket, a_lock_of_the_folder_that_stays_held_lets_a_start_fail)
+{
+    OPEN(rig, rig, NULL);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    const int held = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    cr_assert(held >= 0 && flock(held, LOCK_EX) == 0);
+    FAILS(rebatch_yield_to(pool, path), REBATCH_E_IO,
+          "another process holds the lock of the folder");
+    cr_expect_eq(access(path, F_OK), -1);
+    cr_assert_eq(flock(held, LOCK_UN), 0);
+    OK(rebatch_yield_to(pool, path));
+    (void)close(held);
 }
 
 /* Until the child has closed its end of the pipe, or has ended. */

@@ -408,6 +408,67 @@ static size_t try_to_sleep(size_t wanted_bytes, void *user)
     return 0;
 }
 
+/* ---- who looks on while it copies ---- */
+
+static struct {
+    rebatch_pool *pool;
+    struct rbi_device_ops ops;
+    rebatch_status (*copy)(void *self, void *to, const void *from, size_t bytes, rebatch_stream);
+    struct rbi_pool_look seen;
+} watched;
+
+static rebatch_status look_and_copy(void *self, void *to, const void *from, size_t bytes,
+                                    rebatch_stream stream)
+{
+    watched.seen = rbi_pool_look(watched.pool);
+    return watched.copy(self, to, from, bytes, stream);
+}
+
+Test(pool_sleep, a_look_waits_for_neither_a_sleep_nor_a_wake)
+{
+    AUTO_RIG rig = rig_open(64, NULL);
+    void *const block = take(rig.pool, 4 * PAGE);
+    const struct rbi_pool_look before = rbi_pool_look(rig.pool);
+    cr_assert(before.live_bytes == 4 * PAGE && before.given_bytes == SIZE_MAX);
+    watched.pool = rig.pool;
+    watched.ops = *rig.device->ops;
+    watched.copy = watched.ops.copy;
+    watched.ops.copy = look_and_copy;
+    rig.device->ops = &watched.ops;
+    cr_assert_eq(rebatch_pool_sleep(rig.pool, NULL, NULL), REBATCH_OK);
+    cr_expect_eq(watched.seen.reserved_bytes, before.reserved_bytes);
+    cr_expect_eq(watched.seen.live_bytes, 4 * PAGE);
+    watched.seen = before;
+    cr_assert_eq(rebatch_pool_wake(rig.pool), REBATCH_OK);
+    cr_expect_eq(watched.seen.reserved_bytes, 0);
+    cr_expect_eq(rbi_pool_look(rig.pool).reserved_bytes, stats_of(rig.pool).reserved_bytes);
+    give(rig.pool, block);
+}
+
+Test(pool_sleep, a_pool_that_sleeps_is_not_woken_while_a_graph_is_captured)
+{
+    bool may_wait = true;
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.may_wait = says_no;
+    options.may_wait_user = &may_wait;
+    AUTO_RIG rig = rig_open(64, &options);
+    void *const block = take(rig.pool, 4 * PAGE);
+    cr_assert_eq(rebatch_pool_give(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_sleep(rig.pool, NULL, NULL), REBATCH_OK);
+    may_wait = false;
+    assert_refused(rebatch_pool_wake(rig.pool), REBATCH_E_STATE,
+                   "a graph is being captured: expected rebatch_pool_wake() after it");
+    cr_expect(rbi_pool_sleeps(rig.pool) && rbi_pool_look(rig.pool).given_bytes == 8 * PAGE);
+    may_wait = true;
+    cr_assert_eq(rebatch_pool_wake(rig.pool), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_give(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
+    may_wait = false;
+    cr_assert_eq(rebatch_pool_wake(rig.pool), REBATCH_OK, "of a pool that does not sleep");
+    cr_expect_eq(rbi_pool_look(rig.pool).given_bytes, SIZE_MAX);
+    may_wait = true;
+    give(rig.pool, block);
+}
+
 Test(pool_sleep, refuses_where_memory_is_at_work_and_wrong_arguments)
 {
     bool may_wait = false;
