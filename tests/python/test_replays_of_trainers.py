@@ -64,8 +64,10 @@ def said_by(function, *arguments, **options):
 # ---- transformers ----
 
 
-def hf_trainer(folder, graphs, frozen, base=None, micro=4, kind="gpt", callback=None, **options):
-    """(trainer, replays of each batch)"""
+def hf_trainer(
+    folder, graphs, frozen, base=None, micro=4, kind="gpt", callback=None, columns=None, **options
+):
+    """(trainer, replays of each batch). `columns`: more of each sample."""
     transformers = pytest.importorskip("transformers")
     import test_transformers as theirs
     from rebatch.transformers import RebatchMixin
@@ -98,6 +100,7 @@ def hf_trainer(folder, graphs, frozen, base=None, micro=4, kind="gpt", callback=
     data = theirs.sentences(BATCHES * theirs.SAMPLES)
     if kind == "bert":
         data = [{**each, "labels": each["input_ids"][0] % 3} for each in data]
+    data = [{**each, **(columns or {})} for each in data]
     model = getattr(theirs, kind)()
     if kind == "bert":
         model.config.hidden_dropout_prob = 0.0
@@ -131,6 +134,55 @@ def hf_both(folder, frozen, **options):
 def test_a_trainer_of_transformers_replays_with_the_same_bits(tmp_path, frozen, options, micro):
     replayed, said = hf_both(tmp_path, frozen, micro=micro, **options)
     assert replayed[-1] == 8 // micro and not said
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Whether the pass that runs is captured. A CPU says so too."""
+    if models.DEVICE.type != "cpu":
+        return torch.cuda.is_current_stream_capturing
+    now, record = models.Unseen(False), Rerun.record
+
+    def recorded(self, body):
+        def captured():
+            now[0] = True
+            try:
+                return body()
+            finally:
+                now[0] = False
+
+        return record(self, captured)
+
+    monkeypatch.setattr(Rerun, "record", recorded)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    return torch.cuda.is_current_stream_capturing
+
+
+@pytest.mark.parametrize(
+    "options, is_masked",
+    (
+        ({}, False),
+        ({"kind": "bert"}, False),
+        ({"columns": {"attention_mask": torch.ones(6, dtype=torch.long)}}, True),
+        ({"columns": {"position_ids": torch.arange(6)}}, True),
+    ),
+    ids=str,
+)
+def test_a_captured_model_makes_the_masks_of_an_eager_one(
+    tmp_path, frozen, capturing, monkeypatch, options, is_masked
+):
+    """But where they depend on the samples: transformers reads those on the host."""
+    made, attention = models.Unseen(), torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*arguments, attn_mask=None, **keywords):
+        made.append((capturing(), attn_mask is not None))
+        return attention(*arguments, attn_mask=attn_mask, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    with warnings.catch_warnings():  # of other bits
+        warnings.simplefilter("ignore")
+        hf_trainer(tmp_path, True, frozen, **options)
+    assert set(made._values) == {(False, False), (True, is_masked)}
 
 
 def trainer_with(**members):

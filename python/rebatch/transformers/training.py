@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 
+from rebatch.torch.graphs.masks import one_sequence_a_sample
 from rebatch.torch.saving.lighten import checkpointing
 from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.captured import Unread, refusing
@@ -168,7 +169,7 @@ class TrainingStep:
         elif is_captured:
             is_number = isinstance(items, (int, float))
             arguments = {**arguments, _ITEMS: Unread(_ITEMS) if is_number else items}
-            plain = self._without_log
+            plain = self._captured
 
         def collect(loss: torch.Tensor, **keywords: Any) -> None:
             given.append((loss, keywords))
@@ -188,10 +189,19 @@ class TrainingStep:
             return loss
         return weighted(loss, weight)
 
-    def _without_log(self, *arguments: Any, **keywords: Any) -> None:
+    def _captured(self, model: Any, part: Any, **arguments: Any) -> None:
         refused = refusing("it calls the Trainer's log()", "a callback that logs")
-        with replaced(self._trainer, log=refused):
-            self._plain(*arguments, **keywords)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(self._trainer, log=refused))
+            if self._counts_positions(model, part):
+                stack.enter_context(one_sequence_a_sample(model))
+            self._plain(model, part, **arguments)
+
+    def _counts_positions(self, model: Any, part: Any) -> bool:
+        """A model of transformers does, from 0 for each sample: neither the batch nor code of the
+        program gives it others."""
+        run = (self._plain, self._trainer.compute_loss, *map(type, model.modules()))
+        return "position_ids" not in part and not any(map(is_of_program, run))
 
     def _is_sharded(self) -> bool:
         """A pass of one rank alone would wait for those of the others."""

@@ -10,6 +10,7 @@ import torch
 from rebatch.torch.batches.outputs import kept, tensors_in
 from rebatch.torch.graphs.inputs import Inputs
 from rebatch.torch.graphs.leaves import other_leaves
+from rebatch.torch.graphs.masks import none_where_none_is_given
 from rebatch.torch.program.program import Running
 
 LOSS = "the loss"
@@ -100,10 +101,11 @@ class Pass:
         running, parameters = self._running, self._parameters
         running.is_captured = True
         try:
-            if not running.has_ranks:
-                return self._pass(parameters)
-            with other_leaves(running.program.modules, parameters) as leaves:
-                return self._pass(leaves)
+            with none_where_none_is_given(running.program.modules):
+                if not running.has_ranks:
+                    return self._pass(parameters)
+                with other_leaves(running.program.modules, parameters) as leaves:
+                    return self._pass(leaves)
         finally:
             running.is_captured = False
 
