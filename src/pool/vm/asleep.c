@@ -163,7 +163,8 @@ static rebatch_status copy_all(struct rbi_vm *vm, size_t from, bool back)
             next += next == page;
         }
     }
-    const rebatch_status done = rbi_device_synchronize(vm->device);
+    /* A wait for all of the device would end a capture. */
+    const rebatch_status done = rebatch_stream_synchronize(vm->device, NULL);
     return status ? status : done;
 }
 

@@ -22,7 +22,11 @@ BEGIN = (
 
 def test_what_sleeps_is_others_and_comes_back():
     script = BEGIN + (
+        "import ctypes\n"
+        "early = getattr(ctypes.CDLL('libcuda.so.1'), 'standin_early_unmaps', lambda restart: 0)\n"
         "before = free()\n"
+        "moments.add_(0)\n"
+        "early(True)\n"
         "slept = rebatch.sleep(keep=('weights',), drop=('cache',))\n"
         "print(slept['released_bytes'] // MIB, slept['copied_bytes'] // MIB,\n"
         "      slept['held_bytes'] // MIB, slept['kept_bytes'] // MIB, free() - before)\n"
@@ -31,12 +35,88 @@ def test_what_sleeps_is_others_and_comes_back():
         "same = bool((moments.cpu() == torch.arange(8 * MIB)).all())\n"
         "print(moments.data_ptr() == address, same)\n"
         "cache.zero_()\n"
-        "print('asleep' in rebatch.summary())\n"
+        "print('asleep' in rebatch.summary(), early(False))\n"
     )
     lines = child(script).splitlines()
     released, copied, held, kept, gained = map(int, lines[0].split())
     assert (copied, kept) == (32, 16) and released >= 96 and held <= 20 and gained >= 96
-    assert lines[1:] == [str(sum(range(4 << 20))), "True True", "False"]
+    assert lines[1:] == [str(sum(range(4 << 20))), "True True", "False 0"]
+
+
+GRAPH = BEGIN + (
+    "from rebatch.torch.allocator.arenas import Arena\n"
+    "arena = Arena()\n"
+    "static = torch.zeros(MIB, device='cuda')\n"
+    "def body():\n"  # a copy and a memset of CUDA's, kernels, random numbers
+    "    rows = static.clone() + torch.empty_like(static).zero_()\n"
+    "    return torch.nn.functional.dropout(rows + 1)\n"
+    "body()\n"
+    "graph = torch.cuda.CUDAGraph()\n"
+)
+
+
+def test_a_graph_replays_after_a_wake():
+    """The stand-in replays nothing: there the result stays as it was."""
+    script = GRAPH + (
+        "with torch.cuda.graph(graph, pool=arena.id):\n"
+        "    out = body()\n"
+        "def replay():\n"
+        "    torch.cuda.manual_seed(5)\n"
+        "    static.copy_(torch.arange(MIB))\n"
+        "    graph.replay()\n"
+        "    return out.cpu()\n"
+        "before = replay()\n"
+        "for is_lent in (False, True):\n"
+        "    if is_lent:\n"
+        "        arena.lend()\n"
+        "    print(rebatch.sleep(drop=('cache',))['held_bytes'])\n"
+        "    rebatch.wake()\n"
+        "    print(arena.claim(), torch.equal(before, replay()))\n"
+    )
+    assert child(script).splitlines() == ["0", "True True"] * 2
+
+
+def test_no_pool_sleeps_in_a_capture_which_goes_on():
+    script = GRAPH + (
+        "with torch.cuda.graph(graph, pool=arena.id):\n"
+        "    out = body()\n"
+        "    try:\n"
+        "        rebatch.sleep()\n"
+        "    except rebatch.Error as error:\n"
+        "        print(error)\n"
+        "    out += 1\n"
+        "graph.replay()\n"
+        "torch.cuda.synchronize()\n"
+        "print(rebatch.sleep()['held_bytes'])\n"
+    )
+    lines = child(script).splitlines()
+    assert "a graph is being captured" in lines[0] and lines[1:] == ["0"]
+
+
+def test_a_wake_ends_no_capture_of_another_thread():
+    script = GRAPH + (
+        "import threading\n"
+        "weights.add_(0)\n"
+        "rebatch.sleep(keep=('weights',))\n"
+        "failed = []\n"
+        "def wake():\n"
+        "    try:\n"
+        "        rebatch.wake()\n"
+        "    except rebatch.Error as error:\n"
+        "        failed.append(error)\n"
+        "thread = threading.Thread(target=wake)\n"
+        "stream = torch.cuda.Stream()\n"
+        "with torch.cuda.stream(stream):\n"
+        "    graph.capture_begin(capture_error_mode='thread_local')\n"
+        "    weights.add_(1)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "    weights.add_(1)\n"
+        "    graph.capture_end()\n"
+        "graph.replay()\n"
+        "print(failed, bool((moments.cpu() == torch.arange(8 * MIB)).all()))\n"
+    )
+    assert child(script) == "[] True\n"
 
 
 def test_an_allocation_waits_for_the_wake_and_says_so():

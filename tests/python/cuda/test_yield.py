@@ -43,7 +43,10 @@ while True:
 def ask(path, request):
     """The answer, and the exit status."""
     done = subprocess.run(
-        [str(COMMAND), "ask", str(path), *request.split()], capture_output=True, text=True
+        [str(COMMAND), "ask", str(path), *request.split()],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return done.stdout.strip() or done.stderr.strip(), done.returncode
 

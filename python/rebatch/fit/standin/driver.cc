@@ -87,8 +87,9 @@ STANDIN_API CUresult cuDeviceCanAccessPeer(int *can, CUdevice gpu, CUdevice peer
 
 STANDIN_API CUresult cuCtxSynchronize(void)
 {
-    wait_for_all();
-    return CUDA_SUCCESS;
+    int gpu;
+    const code result = context_gpu(&gpu);
+    return RESULT(result ? result : wait_for_all(gpu));
 }
 
 /* ---- memory ---- */
@@ -318,8 +319,7 @@ STANDIN_API CUresult cuStreamQuery(CUstream stream)
 
 STANDIN_API CUresult cuStreamSynchronize(CUstream stream)
 {
-    wait_for_gpus();
-    return RESULT(check_stream(stream));
+    return RESULT(wait_stream(stream));
 }
 
 STANDIN_API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned)
@@ -343,10 +343,7 @@ STANDIN_API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *
 
 STANDIN_API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
 {
-    static thread_local CUstreamCaptureMode now = CU_STREAM_CAPTURE_MODE_GLOBAL;
-    const CUstreamCaptureMode before = now;
-    now = *mode;
-    *mode = before;
+    *mode = (CUstreamCaptureMode)exchange_mode(*mode);
     return CUDA_SUCCESS;
 }
 

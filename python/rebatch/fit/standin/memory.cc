@@ -161,6 +161,18 @@ void lose_use(state &s, std::map<unsigned long long, physical>::iterator found)
     s.physicals.erase(found);
 }
 
+/* Whether there are whole mappings, without a gap and with none that ends elsewhere. */
+bool is_mapped(const state &s, uintptr_t address, size_t bytes)
+{
+    uintptr_t at = address;
+    for (auto i = s.mapped.find(at); i != s.mapped.end() && at < address + bytes; ++i) {
+        if (i->first != at)
+            break;
+        at += i->second.bytes;
+    }
+    return bytes > 0 && at == address + bytes;
+}
+
 /* Makes addresses of a range empty again. */
 code clear(uintptr_t address, size_t bytes)
 {
@@ -174,9 +186,11 @@ code clear(uintptr_t address, size_t bytes)
 
 code alloc(void **out, size_t bytes, int gpu)
 {
+    *out = nullptr;
+    if (const code refused = check_unsafe())
+        return refused;
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
-    *out = nullptr;
     if (bytes == 0)
         return OK;
     if (bytes > SIZE_MAX - PAGE_BYTES)
@@ -196,6 +210,8 @@ code alloc(void **out, size_t bytes, int gpu)
 
 code release(void *memory)
 {
+    if (const code refused = check_unsafe())
+        return refused;
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     if (!memory)
@@ -211,9 +227,11 @@ code release(void *memory)
 
 code alloc_pinned(void **out, size_t bytes)
 {
+    *out = nullptr;
+    if (const code refused = check_unsafe())
+        return refused;
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
-    *out = nullptr;
     if (bytes == 0)
         return OK;
     *out = map_fresh(bytes, PROT_READ | PROT_WRITE);
@@ -225,6 +243,8 @@ code alloc_pinned(void **out, size_t bytes)
 
 code release_pinned(void *memory)
 {
+    if (const code refused = check_unsafe())
+        return refused;
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     if (!memory)
@@ -411,14 +431,8 @@ code unmap(uintptr_t address, size_t bytes)
     note_unmap();
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
-    uintptr_t at = address;
-    for (auto i = s.mapped.find(at); i != s.mapped.end() && at < address + bytes; ++i) {
-        if (i->first != at)
-            break;
-        at += i->second.bytes;
-    }
-    if (bytes == 0 || at != address + bytes)
-        return INVALID; /* a gap, or a mapping that ends elsewhere */
+    if (!is_mapped(s, address, bytes))
+        return INVALID;
     const code result = clear(address, bytes);
     for (auto i = s.mapped.find(address); i != s.mapped.end() && i->first < address + bytes;) {
         lose_use(s, s.physicals.find(i->second.physical));
@@ -438,7 +452,10 @@ std::vector<Access> accesses;
 code set_access(uintptr_t address, size_t bytes, uint32_t gpus)
 {
     {
-        const std::lock_guard<std::mutex> guard(the_state().lock);
+        state &s = the_state();
+        const std::lock_guard<std::mutex> guard(s.lock);
+        if (!is_mapped(s, address, bytes))
+            return INVALID;
         accesses.push_back({address, bytes, gpus});
     }
     const int protection = gpus ? PROT_READ | PROT_WRITE : PROT_NONE;

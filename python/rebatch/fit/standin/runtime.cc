@@ -113,8 +113,7 @@ STANDIN_API cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highe
 
 STANDIN_API cudaError_t cudaDeviceSynchronize(void)
 {
-    wait_for_all();
-    return cudaSuccess;
+    return result(wait_for_all(current_gpu()));
 }
 
 /* ---- memory ---- */
@@ -209,9 +208,10 @@ bool is_done(size_t bytes, cudaMemcpyKind kind = cudaMemcpyDeviceToDevice)
 
 STANDIN_API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
 {
-    if (is_done(bytes, kind))
+    const code error = check_unsafe();
+    if (!error && is_done(bytes, kind))
         memmove(to, from, bytes);
-    return cudaSuccess;
+    return result(error);
 }
 
 STANDIN_API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
@@ -290,8 +290,7 @@ STANDIN_API cudaError_t cudaStreamQuery(cudaStream_t stream)
 
 STANDIN_API cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
-    wait_for_gpus();
-    return result(check_stream(stream));
+    return result(wait_stream(stream));
 }
 
 STANDIN_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
@@ -360,9 +359,9 @@ STANDIN_API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t st
 
 /* ---- graphs: captured, and launched without effect ---- */
 
-STANDIN_API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode)
+STANDIN_API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode)
 {
-    return result(begin_capture(stream));
+    return result(begin_capture(stream, mode));
 }
 
 STANDIN_API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)

@@ -113,15 +113,21 @@ code query_event(void *event);
 code query_stream(void *stream);
 /* The host has waited: all work so far is done. */
 void wait_for_gpus(void);
-void wait_for_all(void); /* streams of all GPUs */
+code wait_for_all(int gpu); /* streams of all GPUs */
+code wait_stream(void *stream);
 void note_unmap(void);
 code wait_event(void *stream, void *event);
 code elapsed(float *milliseconds, void *start, void *end);
 
 /* Number of the capture that the stream takes part in; 0: none. */
 unsigned long long capture_of(void *stream);
-code begin_capture(void *stream);
+code begin_capture(void *stream, int mode);
 code end_capture(void *stream);
+/* Whether a call may be made that CUDA refuses in some captures. As in CUDA, what is refused, and a
+ * wait for a captured stream or its GPU, ends the captures. */
+code check_unsafe(void);
+/* The calling thread's cudaStreamCaptureMode; returns the one before. */
+int exchange_mode(int mode);
 
 /* ---- CUDA's libraries (libraries.cc) ---- */
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "standin.h"
 
@@ -29,12 +30,18 @@ struct event {
     bool is_of_all;             /* it had waited for all streams */
 };
 
+struct capture {
+    unsigned long long number;
+    int mode; /* cudaStreamCaptureMode */
+    std::thread::id thread;
+};
+
 struct state {
     std::mutex lock;
     uintptr_t last_handle = 0x1000;
     std::map<void *, stream> streams;
     std::map<void *, event> events;
-    std::map<void *, unsigned long long> captures; /* by stream */
+    std::map<void *, capture> captures; /* by stream */
     unsigned long long last_capture = 0;
     const bool is_late = getenv("STANDIN_LATE") && *getenv("STANDIN_LATE") == '1';
     unsigned long long waits = 1;
@@ -60,6 +67,27 @@ bool is_stream(const state &s, void *stream)
     return is_default(stream) || s.streams.count(stream);
 }
 
+/* What is called ends all captures. */
+code refuse(state &s)
+{
+    s.captures.clear();
+    return CAPTURE_UNSUPPORTED;
+}
+
+thread_local int thread_mode = cudaStreamCaptureModeGlobal;
+
+/* Calls that CUDA calls potentially unsafe, by the mode of the thread and that of each capture. */
+bool is_unsafe(const state &s)
+{
+    for (const auto &[stream, c] : s.captures)
+        if (thread_mode != cudaStreamCaptureModeRelaxed &&
+            ((c.thread == std::this_thread::get_id() && c.mode != cudaStreamCaptureModeRelaxed) ||
+             (thread_mode == cudaStreamCaptureModeGlobal &&
+              c.mode == cudaStreamCaptureModeGlobal)))
+            return true;
+    return false;
+}
+
 } // namespace
 
 /* ---- streams ---- */
@@ -78,6 +106,30 @@ code destroy_stream(void *stream)
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     return s.streams.erase(stream) ? OK : BAD_HANDLE;
+}
+
+code wait_stream(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    s.waits++;
+    if (s.captures.count(stream))
+        return refuse(s);
+    return is_stream(s, stream) ? OK : BAD_HANDLE;
+}
+
+code check_unsafe(void)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    return is_unsafe(s) ? refuse(s) : OK;
+}
+
+int exchange_mode(int mode)
+{
+    const int before = thread_mode;
+    thread_mode = mode;
+    return before;
 }
 
 code check_stream(void *stream)
@@ -136,8 +188,8 @@ code record_event(void *handle, void *stream)
     if (found == s.events.end() || !is_stream(s, stream))
         return BAD_HANDLE;
     const auto capture = s.captures.find(stream);
-    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second, s.waits,
-                     false};
+    found->second = {clock::now(), true,
+                     capture == s.captures.end() ? 0 : capture->second.number, s.waits, false};
     s.last_recorded = s.waits;
     return OK;
 }
@@ -149,10 +201,8 @@ code record_all(void *handle)
     const auto found = s.events.find(handle);
     if (found == s.events.end())
         return BAD_HANDLE;
-    if (!s.captures.empty()) {
-        s.captures.clear();
-        return CAPTURE_UNSUPPORTED;
-    }
+    if (!s.captures.empty())
+        return refuse(s);
     found->second = {clock::now(), true, 0, s.waits_for_all, true};
     s.last_recorded = s.waits;
     return OK;
@@ -166,6 +216,8 @@ code query_event(void *handle)
     if (found == s.events.end())
         return BAD_HANDLE;
     const event &e = found->second;
+    if (e.capture || is_unsafe(s))
+        return refuse(s);
     return s.is_late && e.waits == (e.is_of_all ? s.waits_for_all : s.waits) ? NOT_READY : OK;
 }
 
@@ -175,6 +227,8 @@ code query_stream(void *stream)
     const std::lock_guard<std::mutex> guard(s.lock);
     if (!is_stream(s, stream))
         return BAD_HANDLE;
+    if (s.captures.count(stream))
+        return refuse(s);
     return s.is_late && s.last_recorded == s.waits ? NOT_READY : OK;
 }
 
@@ -185,12 +239,16 @@ void wait_for_gpus(void)
     s.waits++;
 }
 
-void wait_for_all(void)
+code wait_for_all(int gpu)
 {
-    wait_for_gpus();
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
+    s.waits++;
     s.waits_for_all++;
+    for (const auto &[stream, c] : s.captures)
+        if (s.streams.count(stream) && s.streams.at(stream).gpu == gpu)
+            return refuse(s);
+    return OK;
 }
 
 void note_unmap(void)
@@ -208,8 +266,12 @@ code wait_event(void *stream, void *handle)
     const auto found = s.events.find(handle);
     if (found == s.events.end() || !is_stream(s, stream))
         return BAD_HANDLE;
-    if (found->second.capture)
-        s.captures[stream] = found->second.capture;
+    const unsigned long long joined = found->second.capture;
+    for (const auto &[other, c] : s.captures)
+        if (c.number == joined) {
+            s.captures[stream] = c;
+            break;
+        }
     return OK;
 }
 
@@ -233,16 +295,16 @@ unsigned long long capture_of(void *stream)
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     const auto found = s.captures.find(stream);
-    return found == s.captures.end() ? 0 : found->second;
+    return found == s.captures.end() ? 0 : found->second.number;
 }
 
-code begin_capture(void *stream)
+code begin_capture(void *stream, int mode)
 {
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     if (is_default(stream) || !is_stream(s, stream) || s.captures.count(stream))
         return INVALID;
-    s.captures[stream] = ++s.last_capture;
+    s.captures[stream] = {++s.last_capture, mode, std::this_thread::get_id()};
     return OK;
 }
 
@@ -253,9 +315,9 @@ code end_capture(void *stream)
     const auto found = s.captures.find(stream);
     if (found == s.captures.end())
         return INVALID;
-    const unsigned long long ended = found->second;
+    const unsigned long long ended = found->second.number;
     for (auto i = s.captures.begin(); i != s.captures.end();)
-        i = i->second == ended ? s.captures.erase(i) : ++i;
+        i = i->second.number == ended ? s.captures.erase(i) : ++i;
     /* An event of a capture that is over brings no stream into one. */
     for (auto &e : s.events)
         if (e.second.capture == ended)
