@@ -12,8 +12,8 @@
 #include "launch/yield.h"
 
 #define CLIENTS 64
-#define LINE_NS UINT64_C(2000000000) /* that a client has for its line */
-#define TURN_MS 100                  /* between two looks at requests that are not answered */
+#define LINE_NS UINT64_C(2000000000)  /* that a client has for its line */
+#define TURN_MS 100                   /* between two looks at requests that are not answered */
 #define STACK_BYTES ((size_t)1 << 20) /* on which the driver runs too, in a wake and a trim */
 
 static struct {

@@ -164,10 +164,7 @@ def test_a_wake_without_the_memory_may_be_repeated():
 )
 def test_wrong_arguments(call, text):
     script = BEGIN + (
-        "try:\n"
-        f"    rebatch.{call}\n"
-        "except (ValueError, TypeError) as error:\n"
-        "    print(error)\n"
+        f"try:\n    rebatch.{call}\nexcept (ValueError, TypeError) as error:\n    print(error)\n"
     )
     assert text in child(script)
 

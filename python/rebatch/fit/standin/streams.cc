@@ -82,8 +82,7 @@ bool is_unsafe(const state &s)
     for (const auto &[stream, c] : s.captures)
         if (thread_mode != cudaStreamCaptureModeRelaxed &&
             ((c.thread == std::this_thread::get_id() && c.mode != cudaStreamCaptureModeRelaxed) ||
-             (thread_mode == cudaStreamCaptureModeGlobal &&
-              c.mode == cudaStreamCaptureModeGlobal)))
+             (thread_mode == cudaStreamCaptureModeGlobal && c.mode == cudaStreamCaptureModeGlobal)))
             return true;
     return false;
 }
@@ -188,8 +187,8 @@ code record_event(void *handle, void *stream)
     if (found == s.events.end() || !is_stream(s, stream))
         return BAD_HANDLE;
     const auto capture = s.captures.find(stream);
-    found->second = {clock::now(), true,
-                     capture == s.captures.end() ? 0 : capture->second.number, s.waits, false};
+    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second.number,
+                     s.waits, false};
     s.last_recorded = s.waits;
     return OK;
 }
