@@ -265,9 +265,9 @@ print("end")
 
 
 # What PyTorch does not call, and then a function that nobody wrote.
-LACKING = "cublasLtDestroy, cublasSgemmStridedBatched, cudaMallocPitch, cudaMemAdvise"
+LACKING = "cublasLtDestroy, cublasSspmv_v2, cudaMallocPitch, cudaMemAdvise"
 TRAIN = """
-int cudaMalloc(), cublasCreate_v2(), cublasSgemmStridedBatched(), cublasLtDestroy(),
+int cudaMalloc(), cublasCreate_v2(), cublasSspmv_v2(), cublasLtDestroy(),
     cudaMemAdvise(), cudaMallocPitch();
 
 int train(int more)
@@ -275,7 +275,7 @@ int train(int more)
     void *p, *handle;
     long pitch;
     return cudaMalloc(&p, 1L << 20) || cublasCreate_v2(&handle) ||
-           cublasSgemmStridedBatched(handle) || cublasLtDestroy(handle) ||
+           cublasSspmv_v2(handle) || cublasLtDestroy(handle) ||
            cudaMemAdvise(p, 1L << 20, 0, 0) || (more && cudaMallocPitch(&p, &pitch, 100L, 100L));
 }
 """
@@ -295,7 +295,8 @@ def compile_train(folder, name, *parts):
         if rows[-1] != part:
             rows[-1].write_text(part)
     command = ["cc", "-fPIC", "-Wl,--allow-shlib-undefined", "-Wl,--no-as-needed", *rows, *found]
-    command += [f"-Wl,-rpath,{folder}:{found[0].parent}", "-o", folder / name]
+    places = ":".join(str(path) for path in (folder, *(library.parent for library in found)))
+    command += [f"-Wl,-rpath,{places}", "-o", folder / name]
     subprocess.run([*command, *(["-shared"] if name.endswith(".so") else [])], check=True)
     return folder / name
 

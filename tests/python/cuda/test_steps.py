@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rebatch.torch as rebatch
 from rebatch import _library
+from rebatch.torch.private import clear_cublas_workspaces
 from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.update.first_memory import first_update_bytes
@@ -51,9 +52,11 @@ def on_gpu(kind, device="cuda"):
 
 
 def live():
-    """Memory in use, when all threads have let go."""
+    """Memory in use, when all threads have let go, without workspaces of cuBLAS: PyTorch 2.8 to
+    2.11 have one for each thread in memory of the allocator."""
     gc.collect()
     torch.cuda.synchronize()
+    clear_cublas_workspaces()
     return torch.cuda.memory_allocated()
 
 
@@ -91,10 +94,13 @@ def wide_step(**options):
 
 @contextlib.contextmanager
 def little_memory(free_bytes):
-    """So much is left on the device."""
-    torch.cuda.empty_cache()
+    """So much is left on the device, beside workspaces of cuBLAS."""
     if STANDIN is None:
         pytest.skip("needs the stand-in, which takes memory away")
+    x = torch.ones(1, 1, device="cuda", requires_grad=True)
+    (x @ x).backward()
+    del x
+    torch.cuda.empty_cache()
     used = STANDIN.standin_used(0)
     STANDIN.standin_set_memory(0, used + free_bytes)
     try:
@@ -115,7 +121,7 @@ def test_memory_that_is_short_makes_the_micro_batch_smaller(standin):
     assert 1 <= step.report.micro < 32 and loss.dim() == 0
     assert step.report.ooms == 0  # the first step has learned it
     del loss, batch
-    assert live() - before <= 40 * MIB  # what AdamW keeps, gradients, and workspaces
+    assert live() - before <= 16 * MIB  # what AdamW keeps, and gradients
 
 
 def test_memory_that_goes_away_in_mid_run_is_survived(standin):
@@ -166,7 +172,7 @@ def holds(micro):
 
 
 @pytest.mark.skipif(INSTALLED, reason="the pool's sizes are predicted exactly")
-@pytest.mark.parametrize("cap", [200, 260])
+@pytest.mark.parametrize("cap", [220, 260])
 def test_learning_finds_what_fits_with_one_oom_at_the_most(standin, cap):
     with little_memory(cap * MIB):
         step, batch = wide_step(learn=True)
@@ -374,7 +380,7 @@ def test_several_streams():
     for _ in range(3):
         step(batch)
     assert step.report.micro == 8
-    assert live() - before <= 80 * MIB  # cuBLAS has a workspace for each stream
+    assert live() - before <= 16 * MIB
 
 
 def test_an_exception_in_autograds_thread_comes_out():
