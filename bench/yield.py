@@ -9,6 +9,7 @@ those of one alone, of two, of three and of two again. Needs the package rebatch
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -21,7 +22,7 @@ COMMAND = str(pathlib.Path(rebatch.__file__).parent / "rebatch")
 
 
 def train(size, folder, limit):
-    """Until it is ended. A line of `steps` has the time, whether all samples counted, tokens."""
+    """Until it is ended, or who started it. A line of `steps`: time, whether all counted, tokens."""
     import rebatch.torch as rebatch_torch
     from pytorch import Training
 
@@ -29,12 +30,14 @@ def train(size, folder, limit):
     training = Training("install+Step", size, limit=limit, **options)
     rebatch_torch.yield_to(folder / "socket")
     batch, tokens = training.batch(), size["batch"] * size["model"][2]
+    number, starter = 0, os.getppid()
     with open(folder / "steps", "w") as steps:
-        for number in range(1 << 30):
+        while os.getppid() == starter:
             training.run(batch)
             report = training.step.report
             is_whole = report.samples == size["batch"] and report.step == number
             print(time.time(), int(is_whole), tokens, file=steps, flush=True)
+            number += 1
 
 
 class Child:
