@@ -120,4 +120,4 @@ figures: ## what README.md and docs/benchmarks.md show, into OUT/figures.json (O
 	@[ -n "$(OUT)" ] || { echo "make figures: OUT is missing: make figures OUT=out"; exit 1; }
 	@scripts/install-deps build
 	@$(FIGURES_PYTHON) python/native.py build/figures
-	@$(ON_GPU) PYTHONPATH=$(CURDIR)/build/figures $(FIGURES_PYTHON) bench/figures.py $(OUT) $(FIGURES_FLAGS)
+	@PYTHONPATH=$(CURDIR)/build/figures $(FIGURES_PYTHON) bench/figures.py $(OUT) $(FIGURES_FLAGS)

@@ -67,9 +67,11 @@ class Run:
         self.log, self.seconds, self.is_try = log, seconds, is_try
         self.until = time.monotonic() + seconds
 
-    def lines(self, command, times=1):
+    def lines(self, command, times=1, has_words=True):
         """Of a command: each number is the median of so many runs."""
         found = [list(read(self.output(command))) for _ in range(times)]
+        if not has_words:
+            found = [[line for line in lines if "words" not in line] for lines in found]
         if len({len(lines) for lines in found}) > 1:
             raise PartFails(
                 f"{command} printed {[len(lines) for lines in found]} lines in its runs"
@@ -103,9 +105,9 @@ class Run:
     def make(self, target, times=1):
         return self.lines(f"make -s --no-print-directory {target}", times)
 
-    def python(self, program, small="", times=1, ranks=0):
-        """`small` are the flags of --try, in place of the program's own."""
+    def python(self, program, small="", times=1, ranks=0, has_words=False):
+        """Its JSON objects. `small` are the flags of --try, in place of the program's own."""
         if self.is_try:
             program, times = f"{program.split()[0]} {small}", 1
         launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} " if ranks else ""
-        return self.lines(f"{sys.executable} {launch}bench/{program}", times)
+        return self.lines(f"{sys.executable} {launch}bench/{program}", times, has_words)
