@@ -84,7 +84,8 @@ def chosen(names, parts, gpus):
 def main(parts, arguments=None):
     parser = argparse.ArgumentParser(
         prog="figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="parts: " + ", ".join(f"{name} ({part.seconds} s)" for name, part in parts.items()),
+        epilog="unmeasured: " + " ".join(SETS["unmeasured"]) + "\nparts and their bounds: "
+        + ", ".join(f"{name} {part.seconds} s" for name, part in parts.items()),
     )  # fmt: skip
     parser.add_argument("out", type=pathlib.Path, help="a folder")
     parser.add_argument("parts", nargs="*", help="parts and sets; default: all that can run here")

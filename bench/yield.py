@@ -22,7 +22,7 @@ COMMAND = str(pathlib.Path(rebatch.__file__).parent / "rebatch")
 
 
 def train(size, folder, limit):
-    """Until it is ended, or who started it. A line of `steps`: time, whether all counted, tokens."""
+    """Until it or who started it ends. A line of `steps`: time, whether all counted, tokens."""
     import rebatch.torch as rebatch_torch
     from pytorch import Training
 
