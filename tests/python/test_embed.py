@@ -441,6 +441,8 @@ def test_a_loss_that_does_not_fit_is_named_with_its_size():
     with pytest.raises(rebatch.Exhausted, match=text):
         backward(batch_of())
     assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(rebatch.Exhausted, match=text):
+        backward.evaluate(batch_of())
     left = Unseen(1)
 
     def once(model, embeddings, batch):

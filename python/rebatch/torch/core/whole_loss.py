@@ -134,14 +134,8 @@ class WholeLoss:
             self.is_in_loss = False
             return
         assert self._own is not None
-        samples = self._running.samples
-        shapes = [tuple(tensor.shape) for tensor in self._leaves or self._own.tensors]
-        said = Exhausted(
-            f"out of memory in {self._running.program.loss_name} over the whole batch of {samples} "
-            f"samples, which gets embeddings of {', '.join(map(str, shapes))} and is not cut: "
-            "expected a loss that takes its rows in chunks, fewer samples, or more memory; the "
-            f"parameters are as they were\n{text}"
-        )
+        tensors = self._leaves or self._own.tensors
+        said = _too_large(self._running.program, self._running.samples, tensors, text)
         session.keep_error(said)
         lib.rebatch_explain(session.rb, why_of(said))
         raise Ended(c.Status.E_USER)
@@ -245,10 +239,28 @@ def _within(running: Running, first: int, left: int, most: int) -> int:
     return low
 
 
+def _too_large(
+    program: Program, samples: int, tensors: Sequence[torch.Tensor], text: str
+) -> Exhausted:
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    return Exhausted(
+        f"out of memory in {program.loss_name} over the whole batch of {samples} samples, which "
+        f"gets embeddings of {shapes} and is not cut: expected a loss that takes its rows in "
+        f"chunks, fewer samples, or more memory; the parameters are as they were\n{text}"
+    )
+
+
 def evaluated(program: Program, batch: Any, parts: List[Any]) -> Tuple[torch.Tensor, Any]:
-    """The loss of embeddings, those of consecutive samples, without a graph."""
+    """The loss of embeddings, those of consecutive samples, without a graph. Raises Exhausted where
+    memory runs out in it."""
     whole = joined_rows(parts)
-    with torch.no_grad():
-        value = whole.with_rows(whole.tensors)
-        loss, extras = split_result(program.called(program.loss_fn, value, batch))
+    value = whole.with_rows(whole.tensors)
+    try:
+        with torch.no_grad():
+            loss, extras = split_result(program.called(program.loss_fn, value, batch))
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        let_go(error)
+        raise _too_large(program, len(whole.tensors[0]), whole.tensors, str(error)) from None
     return loss.detach(), kept(extras)
