@@ -163,8 +163,7 @@ static rebatch_status copy_all(struct rbi_vm *vm, size_t from, bool back)
             next += next == page;
         }
     }
-    /* A wait for all of the device would end a capture. */
-    const rebatch_status done = rebatch_stream_synchronize(vm->device, NULL);
+    const rebatch_status done = rbi_device_synchronize(vm->device);
     return status ? status : done;
 }
 
