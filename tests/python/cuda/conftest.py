@@ -91,6 +91,24 @@ SUMS_ON_HOST = (
 )
 
 
+# For the end of a script: waits until its other threads do. A thread of autograd that lets go of a
+# tensor while Python ends aborts the process, also in PyTorch alone.
+REST = """
+import os, pathlib, time
+def _is_at_rest():
+    try:
+        tasks = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+        stats = [pathlib.Path(f"/proc/self/task/{task}/stat").read_text() for task in tasks]
+    except OSError:  # one that ends
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
+_until = time.monotonic() + 60
+time.sleep(0.05)
+while not _is_at_rest() and time.monotonic() < _until:
+    time.sleep(0.05)
+"""
+
+
 @pytest.fixture(autouse=True)
 def contents(monkeypatch):
     if STANDIN is not None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forked
-from conftest import ALLOC_CONF, IS_OLD, SUMS_ON_HOST, complaints
+from conftest import ALLOC_CONF, IS_OLD, REST, SUMS_ON_HOST, complaints
 
 from rebatch.torch.allocator import front_library
 from rebatch.torch.allocator import front_build
@@ -33,11 +33,8 @@ HEAD = (
 
 def run_to_the_end(script, **variables):
     """Run a script in a process that Python takes down at its end."""
-    # A thread of autograd that lets go of a tensor while Python ends aborts the process, also in
-    # PyTorch alone: it gets the time to end its backward pass.
-    program = HEAD + script + "\nimport time\ntime.sleep(0.05)\n"
     environment = {**os.environ, **variables}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", f"{HEAD}{script}\n{REST}"]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import ALLOC_CONF, complaints
+from conftest import ALLOC_CONF, REST, complaints
 from rebatch import _library
 
 MIB = 1 << 20
@@ -246,7 +246,6 @@ def test_physical_memory_keeps_its_content(standin):
 
 def test_expandable_segments_and_a_clean_exit(standin):
     program = """
-import time
 import torch
 net = torch.nn.Linear(512, 512).cuda()
 blocks = [torch.empty(n << 20, dtype=torch.uint8, device="cuda") for n in (30, 60)]
@@ -255,11 +254,10 @@ net(torch.randn(64, 512, device="cuda")).sum().backward()
 blocks.append(torch.empty(80 << 20, dtype=torch.uint8, device="cuda"))
 assert any(s["is_expandable"] for s in torch.cuda.memory_snapshot())
 torch.cuda.Stream().synchronize()
-time.sleep(0.2)  # autograd's thread lets go of backward's objects
 print("end")
 """
     variables = {**os.environ, ALLOC_CONF: "expandable_segments:True"}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program + REST]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, complaints(done.stderr)) == (0, "end\n", "")
 

@@ -435,15 +435,17 @@ def test_batches_from_a_loader_with_pinned_memory():
 def test_a_thread_beside_the_step_keeps_its_memory():
     step, batch = wide_step()
     step.loss_fn = hook_loss
-    made, stop = [], threading.Event()
+    made, has_begun, stop = [], threading.Event(), threading.Event()
 
     def work():
         while not stop.is_set():
             made.append(torch.zeros(1000, device="cuda"))
+            has_begun.set()
             stop.wait(0.001)
 
     thread = threading.Thread(target=work)
     thread.start()
+    assert has_begun.wait(300)
     for _ in range(3):
         step(batch)
     stop.set()

@@ -6,7 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -34,9 +34,14 @@ step = rebatch.Step(
     model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, grow_after=2, log_level="quiet"
 )
 samples = torch.randn(32, 4, device="cuda")
-while True:
+said = []
+while True:  # a line for each of the first steps and each change: a full pipe would hold the next
     step(samples)
-    print(step.report.micro, step.report.samples, step.report.short_of_memory, flush=True)
+    assert step.report.samples == 32
+    line = f"{step.report.micro} {step.report.short_of_memory > 0}"
+    if len(said) < 3 or line != said[-1]:
+        said.append(line)
+        print(line, flush=True)
 """
 
 
@@ -51,9 +56,18 @@ def ask(path, request):
     return done.stdout.strip() or done.stderr.strip(), done.returncode
 
 
+def status_of(path):
+    """A busy machine may not give the training the two seconds that a status has."""
+    while True:
+        answer, code = ask(path, "status")
+        if code == 0:
+            return json.loads(answer)
+        assert "no answer within 2 seconds" in answer, answer
+
+
 @pytest.fixture
 def start(tmp_path):
-    """Starts the training, and ends it."""
+    """Starts the training, and ends it; a hang is a failure."""
     started = []
 
     def start(*arguments, **environment):
@@ -63,13 +77,16 @@ def start(tmp_path):
             text=True,
             env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment},
         )
-        started.append(process)
+        timer = threading.Timer(300, process.kill)
+        timer.start()
+        started.append((process, timer))
         for _ in range(3):
             assert process.stdout.readline().split()[0] == "32"
         return process
 
     yield start
-    for process in started:
+    for process, timer in started:
+        timer.cancel()
         process.kill()
         process.wait()
         process.stdout.close()
@@ -77,11 +94,9 @@ def start(tmp_path):
 
 def wait_for(process, condition):
     """The first line of which that is true."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        micro, samples, short = process.stdout.readline().split()
-        assert samples == "32"
-        if condition(int(micro), float(short)):
+    for line in process.stdout:
+        micro, is_short = line.split()
+        if condition(int(micro), is_short == "True"):
             return
     raise AssertionError("it did not come to that")
 
@@ -89,15 +104,15 @@ def wait_for(process, condition):
 def test_a_training_gives_half_and_grows_back(start, tmp_path):
     path = tmp_path / "train.sock"
     process = start(str(path))
-    status = json.loads(ask(path, "status")[0])
+    status = status_of(path)
     assert status["held_bytes"] > 128 * MIB > status["needs_bytes"] > 0
     answer, code = ask(path, f"give {status['held_bytes'] // 2}")
     assert code == 0 and answer.startswith("ok: gave "), answer
-    after = json.loads(ask(path, "status")[0])
+    after = status_of(path)
     assert after["held_bytes"] <= status["held_bytes"] - status["held_bytes"] // 2
-    wait_for(process, lambda micro, short: micro <= 16 and short > 0)
+    wait_for(process, lambda micro, is_short: micro <= 16 and is_short)
     assert ask(path, "wake")[1] == 0
-    wait_for(process, lambda micro, short: micro == 32)
+    wait_for(process, lambda micro, _: micro == 32)
 
 
 def test_a_training_sleeps_until_it_is_woken(start, tmp_path):
@@ -105,19 +120,24 @@ def test_a_training_sleeps_until_it_is_woken(start, tmp_path):
     process = start(str(path))
     answer, code = ask(path, "sleep")
     assert code == 0 and answer.startswith("ok: asleep after "), answer
-    status = json.loads(ask(path, "status")[0])
+    status = status_of(path)
     assert status["state"] == "asleep" and status["held_bytes"] == 0
     assert ask(path, "wake")[1] == 0
     steps = status["steps"]
-    wait_for(process, lambda micro, short: json.loads(ask(path, "status")[0])["steps"] > steps + 2)
+    while status_of(path)["steps"] <= steps + 2:
+        assert process.poll() is None
 
 
 def test_the_variable_makes_a_socket_that_top_lists(start, tmp_path):
     process = start(REBATCH_YIELD="1")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     top = [str(COMMAND), "top", "--json"]
-    done = subprocess.run(top, capture_output=True, text=True, env=environment)
-    (row,) = json.loads(done.stdout)
+    rows = []
+    while not rows:  # a training that a busy machine keeps from answering is left out
+        assert process.poll() is None
+        done = subprocess.run(top, capture_output=True, text=True, env=environment)
+        rows = json.loads(done.stdout)
+    (row,) = rows
     assert row["pid"] == process.pid and row["micro"] == 32 and row["samples_per_second"] > 0
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -54,6 +54,11 @@ def has_nccl():
     return "nccl" in os.environ.get("RANKS_BACKEND", "")
 
 
+def seconds_until_seen():
+    """A group_timeout for ranks of which one is killed: gloo sees it at once, NCCL then."""
+    return 5.0 if has_nccl() else 60.0
+
+
 def lacks(size):
     """Whether so many ranks need more GPUs than there are."""
     import torch

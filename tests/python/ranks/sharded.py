@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import models
+import pair
 from models import FailAt, fails_above, placed, same_bits
 from trained import RANK_OF_FAILURES, error_of, failing, failures_of, gone, step_of, swept
 
@@ -396,7 +397,7 @@ def killed(where, window=None, replicas=0):
             loss.register_hook(lambda _: end())
         return loss
 
-    options = {"window": window, "micro_start": 4, "group_timeout": 5.0}
+    options = {"window": window, "micro_start": 4, "group_timeout": pair.seconds_until_seen()}
     step = step_of(model, adam(model), ending, **options)
     step(own_batch())
     state["ends"] = dist.get_rank() == RANK_OF_FAILURES

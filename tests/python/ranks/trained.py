@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rebatch.torch as rebatch
 from rebatch import _library as c
 import models
+import pair
 from models import FailAt, Unseen, fails_above, make, placed, same_bits, state_of
 
 RANK_OF_FAILURES = 1
@@ -587,9 +588,10 @@ def compared():
     return {"said": said, "same": same_bits(*states) and is_same_everywhere(model)}
 
 
-def killed(where, is_timeout, has_unused=False, timeout=5.0):
+def killed(where, is_timeout, has_unused=False, timeout=None):
     """Rank 1 is killed, or stands still, in a step: what the others get, and how long it takes.
     Where a parameter has no gradient, the ranks read what the others have."""
+    timeout = timeout or pair.seconds_until_seen()
     model, batch, its_loss = make("mlp", samples=32)
     if has_unused:
         model.register_parameter("unused", nn.Parameter(placed(torch.zeros(3))))
