@@ -333,6 +333,7 @@ Test(pool_streams, destroy_waits_for_work_on_blocks_in_use)
     void *block = take_on(rig.pool, PAGE, stream);
     awaited_enqueue(&work, rig.device, rig.device, stream);
     cr_assert_eq(rebatch_fill(rig.device, block, 1, PAGE, stream), REBATCH_OK);
-    rig_close(&rig);
+    rebatch_pool_destroy(rig.pool);
     cr_assert(work.is_done);
+    rebatch_device_close(rig.device);
 }
