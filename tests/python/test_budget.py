@@ -449,4 +449,4 @@ def test_the_job_script_of_the_page_requeues_after_an_oom(tmp_path, code, restar
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment)
     asked = tmp_path / "asked"
     assert done.returncode == code
-    assert (asked.read_text() == "requeue 17\n" if requeued else not asked.exists())
+    assert asked.read_text() == "requeue 17\n" if requeued else not asked.exists()

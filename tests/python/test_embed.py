@@ -32,9 +32,7 @@ class Pair(nn.Module):
 
 def batch_of(samples=SAMPLES, dtype=torch.float64):
     random = torch.Generator().manual_seed(samples)
-    x, y, z = (
-        torch.randn(samples, width, generator=random, dtype=dtype) for width in (6, 5, 5)
-    )
+    x, y, z = (torch.randn(samples, width, generator=random, dtype=dtype) for width in (6, 5, 5))
     return x, y, z, torch.arange(samples) % 4
 
 

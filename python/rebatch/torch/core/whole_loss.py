@@ -159,9 +159,7 @@ class WholeLoss:
                 if met is None:
                     return None
                 (self._leaves, self._start), ranks = met, self.gathering.size
-            self._leaves = [
-                t.detach().requires_grad_(may_have_gradient(t)) for t in self._leaves
-            ]
+            self._leaves = [t.detach().requires_grad_(may_have_gradient(t)) for t in self._leaves]
             results = [AsResult.apply(t) if t.requires_grad else t for t in self._leaves]
             value = self._own.with_rows(results)
             running.generators.put(self._states[1])

@@ -161,4 +161,3 @@ class BlockNames:
         """Once no exception is handled, whose frames hold what they were called with: the names
         that had tensors which something else holds."""
         return list(dict.fromkeys(name for name, alive in self._assigned if alive() is not None))
-
