@@ -74,6 +74,26 @@ def gradients(kind, caps, options, wraps, passes):
     return backward.report.ranks
 
 
+def grown_back(steps):
+    """Sizes of the ranks' micro-batches, where memory is short in the first batch alone."""
+    embed, loss_fn = LOSSES["clip"]
+    model, is_short = DistributedDataParallel(Pair().double()), [True]
+    short = limited(of_ddp(embed), 5, "both")
+
+    def embedded(model, samples):
+        return (short if is_short[0] else of_ddp(embed))(model, samples)
+
+    backward = rebatch.Backward(
+        model, of_loss(loss_fn), embed=embedded, grow_after=1, log_level="quiet", group_timeout=60.0
+    )
+    sizes = []
+    for _ in range(steps):
+        backward(own_part(batch_of(sum(SPLIT))))
+        is_short[0] = False
+        sizes.append(backward.report.ranks)
+    return sizes
+
+
 def _trained(fails_at, is_failing, size, steps=3, later=0):
     """An OOM at an operation of the second step, which then runs at the size `later`, where
     nothing fails."""

@@ -26,6 +26,11 @@ def test_gradients_are_those_of_one_process(kind, caps, options, wraps, passes):
         assert all(0 < ran <= size for ran, size in zip(found, sizes, strict=True))
 
 
+def test_ranks_grow_back_to_whole_batches():
+    for sizes in run("grown_back", 8):
+        assert sizes[0] == [3, 5] and sizes[-1] == [14, 10], sizes
+
+
 def test_an_oom_of_one_rank_leaves_the_bits_of_a_run_at_that_size():
     for found in run("swept", 13):
         assert found["wrong"] == [] and found["count"] > 100 and found["torn"] < 5
