@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -123,4 +124,5 @@ def main(parts, arguments=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part's programs end too
     sys.exit(main(PARTS))
