@@ -20,6 +20,7 @@ from torch import nn
 import models
 import rebatch.torch as rebatch
 from models import FailAt, make, placed, same_bits, state_of
+from rebatch.torch import private
 from rebatch.torch.batches.outputs import tensors_in
 from rebatch.torch.graphs import graphs as graphs_module
 from rebatch.torch.graphs import recorder as recorder_module
@@ -445,6 +446,7 @@ def own_recorder(monkeypatch):
         pytest.skip("replaces what a GPU has")
     for name in ("torch", "clear_cublas_workspaces", "get_device_index", "end_allocating"):
         monkeypatch.setattr(recorder_module, name, unittest.mock.MagicMock())
+    monkeypatch.setattr(private, "_REGISTERS", True)  # as before PyTorch 2.15
     return recorder_module.Recorder
 
 

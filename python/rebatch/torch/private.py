@@ -140,6 +140,16 @@ def end_allocating(device: int, pool: Any) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
+# Since 2.15 a graph finds the generators by itself: the call does nothing and says so on stderr.
+_REGISTERS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
+def register_generator(graph: Any, generator: torch.Generator) -> None:
+    """A capture draws from it, and replays are to move it on."""
+    if _REGISTERS:
+        graph.register_generator_state(generator)
+
+
 def empty_pinned_cache() -> None:
     torch._C._host_emptyCache()
 

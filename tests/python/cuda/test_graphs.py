@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import load_standin
-from test_install import run
+from test_install import run, said
 
 SCRIPT = (
     "import copy\n"
@@ -40,3 +40,48 @@ def test_gradients_of_graphs_are_accumulated(install, gradients):
         script += SAME_RESULT
     result = run(script)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+DRAWS = """
+from rebatch.torch.graphs.recorder import Recorder
+own = torch.Generator("cuda").manual_seed(3)
+tensor = torch.ones(8, device="cuda")
+def draw():
+    return torch.randn(8, device="cuda", generator=own), torch.rand(8, device="cuda")
+def fail():
+    draw()
+    FAIL
+def offsets():
+    return own.get_offset(), torch.cuda.default_generators[0].get_offset()
+for _ in range(2):
+    recorder = Recorder(tensor.device, [own])
+    try:
+        recorder.record(fail)
+    except RuntimeError:
+        print("failed", *offsets())
+    del recorder
+    draw()
+recorder = Recorder(tensor.device, [own])
+graphs = [recorder.record(draw) for _ in range(2)]
+print(*offsets())
+for graph in 2 * graphs:
+    graph.replay()
+    print(*offsets())
+"""
+
+
+# The stand-in captures what waits, too.
+END = (
+    "import ctypes\n"
+    "    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)\n"
+    "    ctypes.CDLL(None).cudaStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))\n"
+    "    raise RuntimeError"
+)
+
+
+@pytest.mark.parametrize("install", ["", "rebatch.install()\n"], ids=["native", "installed"])
+def test_replays_move_generators_on_also_after_a_capture_that_failed(install):
+    """And nothing is said on stderr."""
+    fail = "tensor.sum().item()" if load_standin() is None else END
+    lines = said(run(install + DRAWS.replace("FAIL", fail))).splitlines()
+    assert lines == ["failed 0 0", "failed 4 4", "8 8", "12 12", "16 16", "20 20", "24 24"]

@@ -18,6 +18,7 @@ from rebatch.torch.private import (
     clear_cublas_workspaces,
     end_allocating,
     get_device_index,
+    register_generator,
 )
 
 # Held in a capture: all share the stream, and the caches that are given back around it.
@@ -103,7 +104,7 @@ class Recorder:
         try:
             with torch.cuda.stream(stream), self._cleaned_up(graph):
                 for generator in self._generators:
-                    graph.register_generator_state(generator)
+                    register_generator(graph, generator)
                 # Other threads may pin memory, or ask for events, meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 result = body()
