@@ -248,9 +248,9 @@ def test_workers_of_a_loader_read_what_is_learned(device):
     for _ in range(2):
         run(budget, device, budget.tokens, line(budget.tokens))
         asks.put(True)
-        assert answers.get(timeout=60) == budget.tokens > 10
+        assert answers.get(timeout=600) == budget.tokens > 10
     asks.put(False)
-    worker.join(60)
+    worker.join(600)
     assert worker.exitcode == 0
 
 
@@ -267,7 +267,7 @@ def _agree_in_a_rank(rank, folder, capacities, results):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=len(capacities),
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=600),
     )
     device = Device(capacities[rank])
     cost_memory.figures_of = lambda _device: device
@@ -296,11 +296,11 @@ def test_ranks_agree_on_the_smallest(tmp_path):
     ]
     for rank in ranks:
         rank.start()
-    (_, first, lengths), (_, second, same) = sorted(results.get(timeout=120) for _ in ranks)
+    (_, first, lengths), (_, second, same) = sorted(results.get(timeout=600) for _ in ranks)
     assert first == second and lengths == same
     assert 0.97 * (3 * 1024 - 200) <= first[-1] <= 3 * 1024 - 200
     for rank in ranks:
-        rank.join(60)
+        rank.join(600)
         assert rank.exitcode == 0
 
 

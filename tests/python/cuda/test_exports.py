@@ -71,7 +71,7 @@ def run(trainer, reader):
     processes = [start(TRAINER + trainer, ours.fileno()), start(READER + reader, theirs.fileno())]
     ours.close()
     theirs.close()
-    said = [process.communicate(timeout=120) for process in processes]
+    said = [process.communicate(timeout=600) for process in processes]
     return [(p.returncode, *text) for p, text in zip(processes, said)]
 
 
@@ -134,7 +134,7 @@ def alone(script, **variables):
     head = "import os, torch\nimport rebatch.torch as rebatch\nMIB = 1 << 20\n"
     command = [sys.executable, "-c", head + script]
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done
 
