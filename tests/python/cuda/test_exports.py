@@ -171,6 +171,35 @@ except KeyError as error:
     assert "nothing of 'moments' can be exported" in lines[3]
 
 
+def test_blocks_of_a_tag_nest_and_are_of_one_thread():
+    done = alone("""
+import threading
+rebatch.install()
+said = []
+def enter():
+    try:
+        with rebatch.exportable("weights"):
+            pass
+    except RuntimeError as error:
+        said.append(str(error))
+with rebatch.exportable("weights"):
+    with rebatch.exportable("weights"):
+        inner = torch.empty(MIB, device="cuda")
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    outer = torch.empty(MIB, device="cuda")
+enter()
+exported = rebatch.export("weights")
+other = torch.empty(MIB, device="cuda")
+def is_exported(t):
+    at = t.data_ptr() - exported.address
+    return any(offset <= at < offset + size for offset, size in exported.pieces)
+print(len(said), *map(is_exported, (inner, outer, other)))
+""")
+    assert done.stdout == "1 True True False\n"
+
+
 @pytest.mark.skipif(load_standin() is None, reason="a real GPU gives descriptors")
 def test_a_driver_that_refuses_is_told_and_the_training_goes_on():
     done = alone(

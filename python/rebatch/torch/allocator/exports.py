@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from rebatch.torch.private import begin_allocating, end_allocating, get_device_i
 
 _Device = torch.device | int | str | None
 _arenas: dict[tuple[str, int], Arena] = {}
+_threads: dict[tuple[str, int], int] = {}  # that are within a block
 
 
 class Export(NamedTuple):
@@ -55,10 +57,22 @@ def exportable(tag: str) -> Iterator[None]:
         if arena is None:
             yield
             return
+        key, thread = (tag, index), threading.get_ident()
+        within = _threads.setdefault(key, 0)
+        if within == thread:
+            yield
+            return
+        if within:
+            raise RuntimeError(
+                f"rebatch: exportable({tag!r}) is entered while another thread is within such a "
+                "block: expected one thread at a time, or another tag"
+            )
         begin_allocating(index, arena.id)
+        _threads[key] = thread
         try:
             yield
         finally:
+            _threads[key] = 0
             end_allocating(index, arena.id)
 
 

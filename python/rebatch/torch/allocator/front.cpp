@@ -235,13 +235,11 @@ class Front final : public Forward
     void beginAllocateToPool(DeviceIndex device, MempoolId_t id,
                              std::function<bool(cudaStream_t)> filter) override
     {
-        {
-            const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
-            std::lock_guard<std::mutex> hold(routes_lock_);
-            routes_.push_back({device, id, filter, stream, open_arena(device, id, stream)});
-            route_count = static_cast<int>(routes_.size());
-        }
-        inner_->beginAllocateToPool(device, id, std::move(filter));
+        inner_->beginAllocateToPool(device, id, filter); // or it throws
+        const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
+        std::lock_guard<std::mutex> hold(routes_lock_);
+        routes_.push_back({device, id, std::move(filter), stream, open_arena(device, id, stream)});
+        route_count = static_cast<int>(routes_.size());
     }
     void endAllocateToPool(DeviceIndex device, MempoolId_t id) override
     {
