@@ -145,8 +145,9 @@ class Integers(TorchDispatchMode):
         read = [] if effect.ignores else [*_tensors((args[effect.overwrites :], kwargs))]
         have_values = all(_is_integer(tensor) or not tensor.is_cuda for tensor in read)
         most = _MOST if have_values else _MOST_OF_ZEROS
-        is_computed = False
-        if not effect.draws and all(tensor.numel() <= most for tensor in (*read, *written)):
+        is_computed = effect.is_collective
+        is_here = not effect.is_collective and not effect.draws
+        if is_here and all(tensor.numel() <= most for tensor in (*read, *written)):
             with contextlib.suppress(Exception):  # what the host lacks
                 is_computed = _compute(func, effect, written, args, kwargs)
         is_known = is_computed and have_values and all(map(self._is_known, read))
@@ -184,6 +185,7 @@ class _Effect:
     overwrites: bool  # all of the first argument
     ignores: bool  # what its tensors hold: it takes only their sizes
     draws: bool  # random numbers
+    is_collective: bool  # its values come from the process group, perhaps after it has returned
     has_indices: bool  # a list of them, some of which may be masks, is its second argument
     has_sizes: bool  # contents decide how large its results are
     reads: bool  # from the GPU to the host
@@ -202,7 +204,7 @@ def _effect_of(func: Any) -> _Effect:
         if argument.alias_info and argument.alias_info.is_write
     )
     is_fresh = not any(r.alias_info for r in schema.returns)
-    name = schema.name.split("::")[-1]
+    space, name = schema.name.split("::")
     return _Effect(
         is_none=not mutates and not is_fresh or "empty" in name,
         is_fresh=is_fresh,
@@ -210,6 +212,7 @@ def _effect_of(func: Any) -> _Effect:
         overwrites=operation in _OVERWRITES,
         ignores=name.startswith("new_") or name.endswith("_like"),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
+        is_collective="c10d" in space,
         has_indices=operation in _INDEXED,
         has_sizes=torch.Tag.dynamic_output_shape in func.tags and operation is not _LEAST_SQUARES,
         reads=operation in _READS,

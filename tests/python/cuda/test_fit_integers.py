@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rebatch.fit.error import FitError
 from rebatch.fit.integers import Integers
+from rebatch.torch.private import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("standin")
 
@@ -212,3 +213,33 @@ def test_dropout_and_losses_need_no_integers():
     labels = torch.tensor([0, 1, 2, 3, -100, 1, 2, 3]).cuda()
     torch.nn.functional.cross_entropy(kept, labels).backward()
     assert int((labels != -100).sum()) == 7
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+def test_a_collective_runs_once(integers):
+    """On the host it would run beside the program's, and its result would come later."""
+    integers.__exit__(None, None, None)
+    counted = Counted()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        with counted, integers:
+            count = torch.tensor([4]).cuda()
+            gathered = [torch.zeros_like(count)]
+            torch.distributed.all_gather(gathered, count)
+            assert gathered[0].item() == 4 and integers.read_at == ""
+    finally:
+        torch.distributed.destroy_process_group()
+        integers.__enter__()
+    assert counted.names.count("c10d::allgather_") == 1
