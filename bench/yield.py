@@ -63,8 +63,8 @@ class Child:
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.strip() or done.stderr.strip()
 
-    def held(self):
-        return json.loads(self.ask("status"))["held_bytes"]
+    def status(self, name="held_bytes"):
+        return json.loads(self.ask("status"))[name]
 
     def end(self):
         self.process.kill()
@@ -81,15 +81,15 @@ def speed(children, seconds):
 
 def half(arguments):
     child = Child(arguments)
-    held = child.held()
+    held = child.status()
     began = time.perf_counter()
     answer = child.ask(f"give {held // 2}")
     ms = (time.perf_counter() - began) * 1e3
-    bound = child.held()
+    bound = child.status("bound_bytes")
     asked = speed([child], arguments.seconds)
     woken = child.ask("wake")
     time.sleep(arguments.seconds)
-    after = child.held()
+    after = child.status()
     steps = child.steps()
     child.end()
     chosen = Child(arguments, limit=bound)
@@ -106,7 +106,7 @@ def half(arguments):
 def three(arguments):
     children = [Child(arguments)]
     alone = speed(children, arguments.seconds)
-    held = children[0].held()
+    held = children[0].status()
     answers = [children[0].ask(f"give to {held // 2}")]
     children.append(Child(arguments, limit=held // 2))
     parts = [speed(children, arguments.seconds)]
@@ -135,7 +135,7 @@ def main():
     arguments = parser.parse_args()
     size = dict(model=(768, 12, 1024, 50304), batch=64)
     if arguments.small:
-        size = dict(model=(128, 2, 64, 512), batch=32)
+        size = dict(model=(128, 2, 64, 512), batch=96)
     if arguments.scenario == "train":
         train(size, arguments.folder, arguments.limit)
     result = {"half": half, "three": three}[arguments.scenario](arguments)
