@@ -4,6 +4,7 @@ are looked at there too, where sums run on the host."""
 import pytest
 import torch
 
+from conftest import load_standin
 from test_install import child, compiled  # noqa: F401, compiled is a fixture
 
 BEGIN = (
@@ -39,7 +40,8 @@ def test_what_sleeps_is_others_and_comes_back():
     )
     lines = child(script).splitlines()
     released, copied, held, kept, gained = map(int, lines[0].split())
-    assert (copied, kept) == (32, 16) and released >= 96 and held <= 20 and gained >= 96
+    assert (copied, kept) == (32, 16) and released >= 96 and held <= 20
+    assert gained >= 96 or load_standin() is None  # other processes use a real GPU
     assert lines[1:] == [str(sum(range(4 << 20))), "True True", "False 0"]
 
 
@@ -94,11 +96,12 @@ def test_no_pool_sleeps_in_a_capture_which_goes_on():
 
 
 def test_a_wake_ends_no_capture_of_another_thread():
-    # Before PyTorch 2.15 a program's first capture allocates for its generator.
+    # Before PyTorch 2.15 a program's first capture allocates for its generator what every replay
+    # writes to.
     script = GRAPH + (
         "import threading\n"
         "first = torch.cuda.CUDAGraph()\n"
-        "with torch.cuda.graph(first):\n"
+        "with rebatch.tag('weights'), torch.cuda.graph(first):\n"
         "    weights.add_(0)\n"
         "rebatch.sleep(keep=('weights',))\n"
         "def wake():\n"
