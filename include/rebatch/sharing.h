@@ -187,9 +187,10 @@ REBATCH_API rebatch_status rebatch_arena_create_shared(rebatch_arena **out, reba
 REBATCH_API rebatch_status rebatch_arena_export(const void **begin, rebatch_export_piece *pieces,
                                                 size_t room, size_t *count, rebatch_arena *arena);
 
-/** Map what another process has exported, at addresses of this one. The memory exists until both
- *  have let go of it, also when the other process ends. It does not count as used by this device.
- *  Thread-safe.
+/** Map what another process has exported, at addresses of this one, to be read: where the driver
+ *  allows that, a write ends this process and not the weights of the other. The memory exists until
+ *  both have let go of it, also when the other process ends. It does not count as used by this
+ *  device. Thread-safe.
  *  @param[out] out  the first address; NULL on failure
  *  @param device    borrowed; the GPU that the memory lies on, or a host device for a host device's
  *  @param pieces    as rebatch_arena_export() gave them, with descriptors of this process. The

@@ -27,6 +27,7 @@ enum {
     LOCATION_HOST_NODE = 3,
     KIND_PINNED = 1,
     HANDLE_FILE_DESCRIPTOR = 1,
+    ACCESS_READ = 1,
     ACCESS_READ_WRITE = 3,
     GRANULARITY_MINIMUM = 0
 };
@@ -336,18 +337,6 @@ static rebatch_status cuda_map(void *self, void *address, size_t bytes, rbi_phys
     CALL(map((uintptr_t)address, bytes, 0, physical, 0));
 }
 
-/* What is mapped stays, without its handle. */
-static rebatch_status cuda_map_export(void *self, void *address, size_t bytes, int fd)
-{
-    unsigned long long physical = 0;
-    rebatch_status status = import(self, &physical, fd);
-    if (status)
-        return status;
-    status = cuda_map(self, address, bytes, physical);
-    (void)release(self, physical);
-    return status;
-}
-
 static rebatch_status cuda_set_access(void *self, void *address, size_t bytes)
 {
     struct cuda *c = self;
@@ -406,6 +395,31 @@ static rebatch_status cuda_allow_peer(void *self, int ordinal)
 static rebatch_status cuda_unmap(void *self, void *address, size_t bytes)
 {
     CALL(unmap((uintptr_t)address, bytes));
+}
+
+static rebatch_status open_as(void *self, void *address, size_t bytes, int flags)
+{
+    const struct cu_access access = {((struct cuda *)self)->kind.location, flags};
+    CALL(set_access((uintptr_t)address, bytes, &access, 1));
+}
+
+/* What is mapped stays, without its handle. A driver may refuse memory that is only read. */
+static rebatch_status cuda_map_export(void *self, void *address, size_t bytes, int fd)
+{
+    unsigned long long physical = 0;
+    rebatch_status status = import(self, &physical, fd);
+    if (status)
+        return status;
+    status = cuda_map(self, address, bytes, physical);
+    (void)release(self, physical);
+    if (status)
+        return status;
+    status = open_as(self, address, bytes, ACCESS_READ);
+    if (status)
+        status = open_as(self, address, bytes, ACCESS_READ_WRITE);
+    if (status)
+        (void)cuda_unmap(self, address, bytes);
+    return status;
 }
 
 /* ---- streams and events ---- */

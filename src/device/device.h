@@ -91,7 +91,7 @@ struct rbi_device_ops {
     rebatch_status (*create_host)(void *self, rbi_physical *out, size_t bytes);
     rebatch_status (*release_host)(void *self, rbi_physical physical, size_t bytes);
     /* Memory for other processes: create as above; a descriptor of it, which the caller closes; and
-     * to map memory by another process's descriptor, as map does, which does not count as used. All
+     * to map memory by another process's descriptor for reading, which does not count as used. All
      * or none. */
     rebatch_status (*create_shared)(void *self, rbi_physical *out, size_t bytes);
     rebatch_status (*export_physical)(void *self, int *fd, rbi_physical physical);

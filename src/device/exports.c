@@ -86,10 +86,7 @@ rebatch_status rebatch_export_map(void **out, rebatch_device *device,
         char *const at = (char *)address + pieces[mapped].offset;
         const size_t bytes = pieces[mapped].bytes;
         status = device->ops->map_export(device->self, at, bytes, pieces[mapped].fd);
-        if (!status) {
-            mapped++;
-            status = rbi_device_set_access(device, at, bytes);
-        }
+        mapped += !status;
     }
     if (status)
         (void)unmap(device, address, pieces, mapped, count);

@@ -113,7 +113,7 @@ rebatch_status rbi_host_map_export(void *address, size_t bytes, int fd)
                          "fd is %d: expected one of %zu bytes that a host device "
                          "has exported",
                          fd, bytes);
-    if (mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, at) != address)
+    if (mmap(address, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, at) != address)
         return rbi_error(REBATCH_OOM, "the machine could not map %zu bytes: %s", bytes,
                          strerror(errno));
     return REBATCH_OK;

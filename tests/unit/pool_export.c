@@ -76,7 +76,7 @@ static bool receive_export(int socket, struct message *message)
 }
 
 /* A server of weights: maps what it is sent, answers each byte with the first one of the block, and
- * ends with it when the socket does. */
+ * ends with it when the socket does. A "!" it writes there. */
 static void serve(int socket)
 {
     struct message message;
@@ -88,10 +88,11 @@ static void serve(int socket)
         _exit(1);
     for (size_t i = 0; i < message.count; i++)
         (void)close(message.pieces[i].fd);
-    const volatile char *const weights = (char *)memory + message.block;
+    volatile char *const weights = (char *)memory + message.block;
     char asked, first;
     while (read(socket, &asked, 1) == 1 && write(socket, &(char){weights[0]}, 1) == 1)
-        ;
+        if (asked == '!')
+            weights[0] = asked;
     first = weights[0]; /* also after the trainer's end */
     const bool unmapped = rebatch_export_unmap(device, memory, message.pieces, message.count) == 0;
     rebatch_device_close(device);
@@ -167,6 +168,20 @@ Test(pool_export, another_process_reads_what_is_written_in_place)
     weights[0] = 10;
     cr_assert_eq(end_server(&server), 10);
     give(rig.pool, weights);
+    rebatch_arena_destroy(arena);
+}
+
+Test(pool_export, a_reader_that_writes_ends_itself_and_changes_nothing)
+{
+    const struct server server = start_server();
+    AUTO_RIG rig = rig_open(128, NULL);
+    rebatch_arena *const arena = open_shared(rig.pool);
+    char *const weights = take_shared(arena, 20 * PAGE, 7);
+    send_export(server.socket, arena, weights);
+    cr_assert_eq(ask(&server), 7);
+    cr_assert_eq(write(server.socket, "!", 1), 1);
+    cr_assert_eq(end_server(&server), -1, "a write of the reader has worked");
+    cr_assert_eq(weights[0], 7);
     rebatch_arena_destroy(arena);
 }
 

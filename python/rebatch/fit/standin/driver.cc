@@ -240,10 +240,13 @@ STANDIN_API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUm
                                     size_t count)
 {
     uint32_t gpus = 0;
+    bool may_write = false;
     for (size_t i = 0; i < count; i++)
-        if (who[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE)
+        if (who[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE) {
             gpus |= UINT32_C(1) << who[i].location.id;
-    return RESULT(set_access((uintptr_t)address, bytes, gpus));
+            may_write |= who[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        }
+    return RESULT(set_access((uintptr_t)address, bytes, gpus, may_write));
 }
 
 /* ---- kernels that are compiled at run time: they do nothing either ---- */

@@ -449,7 +449,7 @@ struct Access {
 };
 std::vector<Access> accesses;
 
-code set_access(uintptr_t address, size_t bytes, uint32_t gpus)
+code set_access(uintptr_t address, size_t bytes, uint32_t gpus, bool may_write)
 {
     {
         state &s = the_state();
@@ -458,7 +458,7 @@ code set_access(uintptr_t address, size_t bytes, uint32_t gpus)
             return INVALID;
         accesses.push_back({address, bytes, gpus});
     }
-    const int protection = gpus ? PROT_READ | PROT_WRITE : PROT_NONE;
+    const int protection = (gpus ? PROT_READ : PROT_NONE) | (may_write ? PROT_WRITE : 0);
     return mprotect((void *)address, bytes, protection) ? INVALID : OK;
 }
 

@@ -91,7 +91,7 @@ code unreserve(uintptr_t address, size_t bytes);
 code map(uintptr_t address, size_t bytes, size_t offset, unsigned long long physical);
 code unmap(uintptr_t address, size_t bytes);
 /* `gpus`: bit g is whether GPU g may use the memory. */
-code set_access(uintptr_t address, size_t bytes, uint32_t gpus);
+code set_access(uintptr_t address, size_t bytes, uint32_t gpus, bool may_write);
 
 /* ---- streams, events and graph capture (streams.cc) ---- */
 

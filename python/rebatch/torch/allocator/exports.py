@@ -127,8 +127,9 @@ def map_export(
     """The bytes that another process has exported, as one tensor, without a copy.
 
     A tensor of the other process that lies at `offset` is `memory[offset:offset + bytes]`, with
-    `.view(dtype).view(shape)`. The memory is mapped as long as a tensor of it exists; `fds` can be
-    closed after the call. This process needs no install(), and both agree when to read.
+    `.view(dtype).view(shape)`. It is to be read: a write fails where the driver maps it read-only.
+    It is mapped as long as a tensor of it exists; `fds` can be closed after the call. This process
+    needs no install(), and both agree when to read.
     """
     rows = [
         _library.ExportPiece(offset=offset, bytes=size, fd=fd)
