@@ -1,11 +1,11 @@
-"""graphs=True: which micro-batches are captured, replayed, dropped or refused, and that the bits
-are those without graphs. A CPU captures nothing: there a recorder stands in that runs the pass
+"""graphs=True: which micro-batches are captured, replayed or dropped, and that the bits are those
+without graphs. A CPU captures nothing: there a recorder stands in that runs the pass
 again in each replay. cuda/test_replays_gpu.py has the same tests with CUDA's graphs."""
 
 import contextlib
 import gc
 import random
-import re
+import shutil
 import threading
 import time
 import types
@@ -16,6 +16,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import models
 import rebatch.torch as rebatch
@@ -256,6 +257,66 @@ def test_outputs_are_copies():
     assert both("mlp", 9, loss_fn=loss_fn, micro_start=8).replayed[-1] == 2
 
 
+class Recomputed(nn.Module):
+    """Blocks with dropout, whose activations are computed again in the backward pass."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+        parts = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(3)]
+        self.blocks, self.options = nn.ModuleList(parts), options
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, **self.options)
+        return self.head(x)[:, 0]
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("preserve_rng_state", (False, True))
+def test_gradient_checkpointing(use_reentrant, preserve_rng_state):
+    """With preserve_rng_state dropout draws in the second pass what it drew in the first one."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if preserve_rng_state and models.DEVICE.type != "cpu" and version < (2, 10):
+        pytest.skip("PyTorch captures the generators' state since 2.10")
+    options = dict(use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    runs = []
+    for graphs in (True, False):
+        model = Recomputed(**options)
+        run = Run("mlp", graphs, model=model, micro_start=8, autocast=torch.bfloat16)
+        runs.append(run.steps(9))
+    assert runs[0].replayed[-1] == 2 and same_bits(*(run.state() for run in runs))
+
+
+def test_a_level_of_lighten_is_captured_anew():
+    runs = []
+    for graphs in (True, False):
+        model, _, _ = make("gpt")
+        level = rebatch.checkpointing(model.block)
+        run = Run("gpt", graphs, model=model, micro_start=8, lighten=[level]).steps(6)
+        run.step.load_state_dict({**run.step.state_dict(), "lighten_level": 1})
+        runs.append(run.steps(6))
+        assert run.step.report.lighten_level == 1
+    assert [runs[0].replayed[i] for i in (5, 6, -1)] == [2, 0, 2]
+    assert same_bits(*(run.state() for run in runs))
+
+
+@pytest.mark.parametrize("micro", (8, 6))
+def test_a_compiled_model(micro):
+    backend = "aot_eager" if models.DEVICE.type == "cpu" else "inductor"
+    if backend == "inductor" and not shutil.which("gcc"):
+        pytest.skip("inductor needs a C compiler")
+    runs = []
+    for graphs in (True, False):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = torch.compile(placed(models.Mlp()), backend=backend)
+        runs.append(Run("mlp", graphs, model=model, micro_start=micro).steps(9))
+    assert runs[0].replayed[-1] == -(-16 // micro) and same_bits(*(run.state() for run in runs))
+
+
 @pytest.mark.parametrize("form", ("dict", "list", "nested"))
 def test_batches_of_other_forms(form):
     def formed(batch):
@@ -490,318 +551,3 @@ def test_generators_of_the_device_are_those_of_a_graph(monkeypatch):
     recorder_module.recorder_of(torch.device("cpu"), generators)
     recorder_module.recorder_of(torch.device("meta"), generators)
     assert [call.args[1] for call in made.mock_calls] == [generators[:1], []]
-
-
-# ---- what is refused ----
-
-
-def told(run, steps=8):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run.steps(steps)
-    return [str(w.message) for w in found if "graphs=True" in str(w.message)]
-
-
-def _with_counter():
-    def loss_fn(model, samples):
-        model.calls = getattr(model, "calls", 0) + 1
-        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + model.calls / 100)
-
-    return loss_fn
-
-
-def _with_history():
-    history = []
-
-    def loss_fn(model, samples):
-        loss = ((model(samples[0]) - samples[1]) ** 2).mean()
-        history.append(loss.detach())
-        return loss
-
-    return loss_fn
-
-
-def _with_host_random():
-    def loss_fn(model, samples):
-        scale = random.random()
-        return ((model(samples[0]) - samples[1]) ** 2).mean() * scale
-
-    return loss_fn
-
-
-@pytest.mark.parametrize(
-    "make_loss, named",
-    ((_with_counter, "calls"), (_with_history, "history"), (_with_host_random, "random")),
-)
-def test_what_a_replay_would_leave_out_is_named_once_and_the_results_are_the_same(make_loss, named):
-    states = []
-    for graphs in (True, False):
-        random.seed(0)
-        run = Run("mlp", graphs, loss_fn=make_loss(), micro_start=8)
-        said = told(run)
-        assert len(said) == graphs and all(named in text for text in said), said
-        assert set(run.replayed) == {0}
-        states.append(run.state())
-    assert same_bits(*states)
-
-
-def test_checks_are_no_steps_that_are_looked_at():
-    run = Run("mlp", True, loss_fn=_with_counter(), micro_start=16)
-    for _ in range(3):
-        run.step.check(run.batch)
-    (said,) = told(run)
-    assert "calls" in said and set(run.replayed) == {0}
-
-
-def test_steps_that_fail_are_none_that_are_looked_at():
-    counted, is_bad = _with_counter(), models.Unseen(True)
-
-    def loss_fn(model, samples):
-        if is_bad[0]:
-            raise ArithmeticError("a bad batch")
-        return counted(model, samples)
-
-    run = Run("mlp", True, loss_fn=loss_fn)
-    for _ in range(3):
-        with pytest.raises(ArithmeticError):
-            run.steps(1)
-    is_bad[0] = False
-    (said,) = told(run)
-    assert "calls" in said and set(run.replayed) == {0}
-
-
-def test_what_a_function_of_the_program_for_backward_reads_is_read_again():
-    settings = types.SimpleNamespace(scale=1.0)
-
-    def backward(loss):
-        (loss * settings.scale).backward()
-
-    model, batch, loss_fn = make("mlp")
-    passes = rebatch.Backward(model, loss_fn, backward=backward, graphs=True)
-    replayed = []
-    for i in range(EAGER_STEPS + 3):
-        passes(batch)
-        replayed.append(passes.report.replayed)
-        settings.scale = 1.0 if i < EAGER_STEPS + 1 else 0.5
-    assert replayed[-3:] == [1, 1, 0]
-
-
-def test_what_a_function_of_the_program_for_backward_changes_is_named():
-    history = []
-
-    def backward(loss):
-        history.append(loss.detach())
-        loss.backward()
-
-    model, batch, loss_fn = make("mlp")
-    passes = rebatch.Backward(model, loss_fn, backward=backward, graphs=True)
-    with pytest.warns(RuntimeWarning, match="changes 'history'"):
-        for _ in range(EAGER_STEPS):
-            passes(batch)
-
-
-def test_a_pass_that_cannot_be_captured_is_told_with_its_line(recorder):
-    if models.DEVICE.type == "cpu":
-        recorder.append(RuntimeError("operation not permitted when stream is capturing"))
-
-    def loss_fn(model, samples):
-        loss = ((model(samples[0]) - samples[1]) ** 2).mean()
-        return loss * (2 if loss.item() > 1e9 else 1)
-
-    run = Run("mlp", True, loss_fn=loss_fn)
-    (said,) = told(run)
-    assert "operation not permitted when stream is capturing" in said and "item()" in said
-    if models.DEVICE.type != "cpu":
-        assert "test_replays.py" in said
-    assert set(run.replayed) == {0}
-
-
-def test_a_replay_that_differs_is_not_used():
-    calls = models.Unseen(0)  # which no look sees
-
-    def loss_fn(model, samples):
-        calls[0] += 1
-        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + calls[0])
-
-    run = Run("mlp", True, loss_fn=loss_fn)
-    (said,) = told(run)
-    assert "a replay differs from an eager pass in the loss" in said
-    assert set(run.replayed) == {0}
-
-
-def noise_of_kernels():
-    """As of kernels that sum in any order, and never the same twice: of random numbers some are."""
-    calls = models.Unseen(0)
-
-    def noise():
-        calls[0] += 1
-        return 1e-4 * (calls[0] * 0.618 % 1)
-
-    return noise
-
-
-def test_a_replay_of_a_noisy_pass_is_used_and_proved_anew_instead_of_compared(monkeypatch):
-    monkeypatch.setattr(graphs_module, "_COMPARED_EVERY", 3)
-    noise = noise_of_kernels()
-
-    def loss_fn(model, samples):
-        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + noise())
-
-    run = Run("mlp", True, loss_fn=loss_fn)
-    assert not told(run, EAGER_STEPS + 9)
-    assert re.fullmatch("0+1110+1+", "".join(map(str, run.replayed)))
-
-
-@pytest.mark.parametrize("kind", ("infinite", "complex"))
-def test_a_replay_of_a_noisy_pass_whose_results_are_no_real_numbers_is_used(kind):
-    noise = noise_of_kernels()
-
-    def loss_fn(model, samples):
-        out = model(samples[0]) * (1 + noise())
-        beside = torch.complex(out, out)
-        if kind == "infinite":
-            beside = out.masked_fill(torch.arange(len(out), device=out.device) < 3, -torch.inf)
-        return ((out - samples[1]) ** 2).mean(), beside
-
-    run = Run("mlp", True, loss_fn=loss_fn)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(graphs=True|imaginary)")
-        run.steps(EAGER_STEPS + 2)
-    assert run.replayed[-1] == 1
-
-
-def test_what_no_look_sees_is_found_by_the_comparison_of_later_steps(monkeypatch):
-    monkeypatch.setattr(graphs_module, "_COMPARED_EVERY", 3)
-    factor = models.Unseen(1.0)
-
-    def loss_fn(model, samples):
-        return ((model(samples[0]) - samples[1]) ** 2).mean() * factor[0]
-
-    run = Run("mlp", True, loss_fn=loss_fn).steps(EAGER_STEPS + 2)
-    assert run.replayed[-1]
-    if models.DEVICE.type == "cpu":
-        pytest.skip("a replay that runs the pass again reads what is now")
-    factor[0] = 2.0
-    (said,) = told(run, 4)
-    assert "did not when it was captured" in said
-
-
-def test_a_number_that_changes_between_steps_is_read_again():
-    model = models.Mlp()
-    model.weight_of_kl = 1.0
-
-    def loss_fn(model, samples):
-        return ((model(samples[0]) - samples[1]) ** 2).mean() * model.weight_of_kl
-
-    states = []
-    for graphs in (True, False):
-        torch.manual_seed(0)
-        run = Run("mlp", graphs, loss_fn=loss_fn)
-        run.model.weight_of_kl = 1.0
-        run.steps(6)
-        run.model.weight_of_kl = 0.5
-        run.steps(20)
-        states.append(run.state())
-        assert bool(run.replayed[5]) == graphs and bool(run.replayed[-1]) == graphs
-        assert run.replayed[6] == 0
-    assert same_bits(*states)
-
-
-def test_what_no_graph_can_have_is_told_when_it_comes_later():
-    run = Run("mlp", True).steps(EAGER_STEPS + 2)
-    run.model.body[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    (said,) = told(run, 12)
-    assert "register_post_accumulate_grad_hook()" in said and set(run.replayed[-12:]) == {0}
-
-
-def test_a_hook_that_a_parameter_gets_is_seen():
-    states = []
-    for graphs in (True, False):
-        run = Run("mlp", graphs).steps(6)
-        run.model.body[0].weight.register_hook(lambda gradient: gradient * 0.5)
-        run.steps(10)
-        states.append(run.state())
-        assert run.replayed[6] == 0 and bool(run.replayed[-1]) == graphs
-    assert same_bits(*states)
-
-
-def test_shapes_that_never_come_again_are_told():
-    model = nn.Linear(1, 1)
-    x = placed(torch.randn(4, 100, 1))
-
-    def loss_fn(model, samples):
-        return model(samples).square().mean()
-
-    model = placed(model)
-    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, graphs=True)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for i in range(70):
-            step(x[:, : 20 + i])
-    (said,) = [str(w.message) for w in found if "graphs" in str(w.message)]
-    assert "shapes" in said and "padded" in said and step.report.replayed == 0
-
-
-def test_a_batch_that_no_graph_can_have_is_named():
-    class Odd:
-        def __init__(self, x):
-            self.x = x
-
-    def loss_fn(model, samples):
-        return model(samples["x"].x).square().mean()
-
-    model = placed(models.Mlp())
-    step = rebatch.Step(
-        model,
-        torch.optim.SGD(model.parameters(), 0.01),
-        loss_fn,
-        graphs=True,
-        slice=lambda batch, first, count: {"x": Odd(batch["x"].x[first : first + count])},
-        length=lambda batch: len(batch["x"].x),
-    )
-    with pytest.warns(RuntimeWarning, match=r"batch\['x'\] is a Odd: expected tensors"):
-        for _ in range(6):
-            step({"x": Odd(placed(torch.randn(4, 8)))})
-
-
-def test_a_cpu_is_told(monkeypatch):
-    monkeypatch.undo()
-    model = models.Mlp()
-    step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.01), models.regression_loss, graphs=True
-    )
-    with pytest.warns(RuntimeWarning, match="the model is on cpu, where nothing can be captured"):
-        for _ in range(5):
-            step((torch.randn(4, 8), torch.randn(4)))
-
-
-@pytest.mark.parametrize(
-    "options, text",
-    (
-        ({"graphs": -1}, "graphs is -1: expected False, True, or how many"),
-        ({"graphs": "yes"}, "graphs is 'yes': expected"),
-        ({"graphs": True, "gradients": "inplace"}, "expected gradients='fresh'"),
-    ),
-)
-def test_arguments_are_checked(options, text):
-    model = placed(models.Mlp())
-    with pytest.raises(ValueError, match=text):
-        rebatch.Step(
-            model, torch.optim.SGD(model.parameters(), 0.1), models.regression_loss, **options
-        )
-
-
-def test_parts_are_refused():
-    model = placed(models.Mlp())
-    backward = rebatch.Backward(model, models.regression_loss, graphs=True)
-    with pytest.raises(ValueError, match="graphs is 2: expected graphs=False, or a loss_fn"):
-        backward.parts(placed(torch.randn(4, 8)))
-
-
-def test_a_check_and_an_evaluation_use_no_graphs():
-    run = Run("mlp", True).steps(EAGER_STEPS + 2)
-    before = Rerun.made
-    assert run.step.check(run.batch)
-    run.step.evaluate(run.batch)
-    assert Rerun.made == before
-    assert run.steps(1).replayed[-1] == 1

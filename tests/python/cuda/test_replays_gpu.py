@@ -1,4 +1,4 @@
-"""tests/python/test_replays.py with CUDA's own graphs, and what only these show. A stand-in for
+"""tests/python/test_replays*.py with CUDA's own graphs, and what only these show. A stand-in for
 CUDA captures nothing."""
 
 import threading
@@ -11,6 +11,7 @@ from conftest import load_standin
 from test_replays import *  # noqa: F403
 from test_replays import Run, both
 from test_replays_of_trainers import *  # noqa: F403
+from test_replays_refused import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(load_standin() is not None, reason="needs a GPU")
 

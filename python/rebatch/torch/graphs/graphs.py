@@ -32,6 +32,8 @@ _PLANNED = 3
 _MOST_SHAPES, _MOST_CHANGES = 64, 3
 # Steps without a capture after the first OOM; twice as many after each further one, and at most.
 _WAIT, _LONGEST_WAIT = 4, 512
+# In what a capture raises before PyTorch 2.10.
+_READS_GENERATOR = "CUDAGeneratorImpl::current_seed"
 
 Eager = Callable[[], Tuple[torch.Tensor, Any]]  # leaves its gradients in .grad
 
@@ -112,8 +114,9 @@ class Graphs:
         trees = cudagraph_trees()
         if trees and trees.get_manager(self._device.index or 0, False):
             return (
-                'the model is compiled with mode="reduce-overhead", which has graphs of its own: '
-                "expected torch.compile(model)"
+                'a model is compiled with mode="reduce-overhead" or "max-autotune", which have '
+                "graphs of their own: expected torch.compile(model), or "
+                'mode="max-autotune-no-cudagraphs"'
             )
         return ""
 
@@ -280,7 +283,13 @@ class Graphs:
             self.ran_out()
         else:
             self.drop()
-            if not isinstance(found, NotCapturedError):
+            if _READS_GENERATOR in text:
+                text = (
+                    "the state of a random generator is read, as in gradient checkpointing, and "
+                    f"PyTorch is {torch.__version__}: expected 2.10 or later, or "
+                    "preserve_rng_state=False where nothing random is recomputed"
+                )
+            elif not isinstance(found, NotCapturedError):
                 text += " (what reads a tensor on the host, such as item(), or takes one of a CPU)"
             name = self._running.program.loss_name
             self._turn_off(f"a pass of {name} cannot be captured{at}: {text}")
