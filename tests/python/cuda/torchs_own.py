@@ -6,8 +6,8 @@ FOLDER is the folder `test` of PyTorch's sources, best of the release that is in
 of it may fail natively; those are counted and left out). It needs a GPU, pytest-xdist,
 pytest-timeout and expecttest. Both sides run beside each other, each test in one of several worker
 processes. A worker that crashes, or whose test takes too long, counts as the crash of that test,
-and another one goes on. What passes natively alone is run once more after install(), with less
-beside it. OUT.json has the counts, and what passes natively and does not pass after install().
+and another one goes on. What ran out of memory natively, and then what passes natively alone, is
+run once more with less beside it. OUT.json has the counts, and what passes natively and does not pass after install().
 
 The file is also the plugin of pytest that installs, and that records what each test did.
 """
@@ -26,7 +26,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 INSTALL, RECORD = "TORCHS_OWN_INSTALL", "TORCHS_OWN_RECORD"
 CACHED_BYTES = 1 << 30  # of one worker: more is given back after a test
-RERUN = 0.25  # of the time
+RERUN = 0.35  # of the time
 ONE_TEST_SECONDS = 60
 # In the order of worth; the parts of the second run at the same time.
 PARTS = {
@@ -173,37 +173,51 @@ def passes_only_in(one, other):
     }
 
 
+def start(folder, work, install, workers, tests):
+    """A run of each part: all tests of it where they are None, else the named ones, if any."""
+    return {
+        part: Run(folder, work, part, install, max(workers * PARTS[part][2] // 8, 1), names)
+        for part, names in tests.items()
+        if names != []
+    }
+
+
+def finish(runs, until):
+    return {part: run.wait(until) for part, run in runs.items()}
+
+
 def compare(folder, work, seconds, workers):
     """A dictionary of what differs in each part, and the counts."""
-    start = time.monotonic()
-    runs = {
-        (part, install): Run(folder, work, part, install, max(workers * share // 8, 1))
-        for part, (_, _, share) in PARTS.items()
-        for install in (False, True)
-    }
-    done = {key: run.wait(start + (1 - RERUN) * seconds) for key, run in runs.items()}
+    begin = time.monotonic()
+    everything = dict.fromkeys(PARTS)
+    runs = [start(folder, work, install, workers, everything) for install in (False, True)]
+    native, installed = [finish(run, begin + (1 - RERUN) * seconds) for run in runs]
+    # What others on the GPU left no memory for.
+    short = {part: [test for test in native[part] if is_oom(native[part][test])] for part in PARTS}
+    again = finish(start(folder, work, False, 2, short), begin + (1 - RERUN / 2) * seconds)
+    for part in again:
+        native[part].update(again[part])
+    differ = {part: passes_only_in(native[part], installed[part]) for part in PARTS}
+    names = {part: list(differ[part]) for part in PARTS}
+    again = finish(start(folder, work, True, workers, names), begin + seconds)
     out = {}
     for part in PARTS:
-        native, installed = done[part, False], done[part, True]
-        differ = passes_only_in(native, installed)
-        again = {}
-        if differ:
-            run = Run(folder, work, part, True, max(workers // 4, 1), list(differ))
-            again = run.wait(start + seconds)
+        second = again.get(part, {})
+        kept = {test: second.get(test, found) for test, found in differ[part].items()}
         out[part] = {
-            "native": counts(native),
-            "installed": counts(installed),
-            "in one run alone": len(native.keys() ^ installed.keys()),
-            "passes after install() alone": sorted(passes_only_in(installed, native)),
-            "differed once": sorted(test for test in differ if again.get(test, "?")[0] == "passed"),
-            "differs": {
-                test: again.get(test, found)
-                for test, found in differ.items()
-                if again.get(test, "?")[0] != "passed"
-            },
-            "crashes": [runs[part, install].crashes() for install in (False, True)],
+            "native": counts(native[part]),
+            "installed": counts(installed[part]),
+            "in one run alone": len(native[part].keys() ^ installed[part].keys()),
+            "passes after install() alone": sorted(passes_only_in(installed[part], native[part])),
+            "differed once": sorted(test for test in kept if kept[test][0] == "passed"),
+            "differs": {test: found for test, found in kept.items() if found[0] != "passed"},
+            "crashes": [run[part].crashes() for run in runs],
         }
     return out
+
+
+def is_oom(found):
+    return found[0] == "failed" and "out of memory" in found[1]
 
 
 def counts(results):
