@@ -6,8 +6,9 @@ FOLDER is the folder `test` of PyTorch's sources, best of the release that is in
 of it may fail natively; those are counted and left out). It needs a GPU, pytest-xdist,
 pytest-timeout and expecttest. Both sides run beside each other, each test in one of several worker
 processes. A worker that crashes, or whose test takes too long, counts as the crash of that test,
-and another one goes on. What ran out of memory natively, and then what passes natively alone, is
-run once more with less beside it. OUT.json has the counts, and what passes natively and does not pass after install().
+and another one goes on. What ran out of memory natively, and then what passes natively alone, runs
+once more with less beside it. OUT.json has the counts, and what passes natively and does not pass
+after install().
 
 The file is also the plugin of pytest that installs, and that records what each test did.
 """
