@@ -26,7 +26,17 @@ from figures_run import ROOT, PartFails, Run
 
 SECONDS = 600  # of a part at most
 SETS = {
-    "unmeasured": ("small", "installed", "sleep", "yielding", "contrastive", "speech", "budget")
+    "unmeasured": (
+        "gpt2",
+        "small",
+        "installed",
+        "small-memory",
+        "contrastive",
+        "speech",
+        "budget",
+        "yielding",
+        "sleep",
+    )
 }
 SETS_OF_GPUS = {"host": 0, "gpu": 1, "two-gpus": 2}
 

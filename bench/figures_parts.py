@@ -57,12 +57,14 @@ TRAININGS = {
     "bert": "BERT base, 16 samples",
     "unet": "UNet, 32 samples",
     "lstm": "LSTM, 64 samples",
+    "gpt2": "GPT-2 124M, 16 samples",
 }
-SMALL = {"plain": "plain loop", "step": "Step", "graphs": "graphs=True"}
+MICROS = {1: "", 4: ", in four", 8: ", in eight", 16: ", in sixteen"}
+SMALL = {"plain": "plain loop", "step": "Step", "graphs": "graphs=True", "hand": "by hand"}
 
 
 def training_of(line):
-    return TRAININGS.get(line["training"], line["training"]) + ", in four" * (line["micros"] > 1)
+    return TRAININGS.get(line["training"], line["training"]) + MICROS[line["micros"]]
 
 
 def scenario(run, name, flags="", times=1):
@@ -155,34 +157,58 @@ def oom(run):
     yield "GPT-2 124M", "`lost_ms` of a report ÷ that time, the furthest off", cells
 
 
-def small_rows(run, trainings, flags, suffix):
+def small_row(line, suffix=""):
+    name, times = training_of(line) + suffix, line["behind"]
+    cells = {title: show(times[way], "ms") for way, title in SMALL.items() if way in times}
+    for way in ("step", "graphs"):
+        if way in times:
+            cells[f"{SMALL[way]} ÷ plain"] = ratio(times[f"{way}/plain"])
+    return "small models", name, cells
+
+
+def small_rows(run, trainings, flags="", suffix=""):
     for training in trainings:
         for line in run.python(f"small.py {training} {flags}", f"mlp --micros 1 {flags}"):
-            name, times = training_of(line), line["behind"]
-            cells = {title: show(times[way], "ms") for way, title in SMALL.items() if way in times}
-            for way in ("step", "graphs"):
-                if way in times:
-                    cells[f"{SMALL[way]} ÷ plain"] = ratio(times[f"{way}/plain"])
-            if line["micros"] > 1 and training in MEASURED:
-                [line] = run.python(f"small.py {training} --reserved --micros 4")
-                cells["graphs=True ÷ Step, memory"] = ratio(line["MiB"]["ratio"])
-            yield "small models", name + suffix, cells
-            if not suffix and name in (TRAININGS["mlp"], TRAININGS["bert"]) and "graphs" in times:
+            table, name, cells = small_row(line, suffix)
+            yield table, name, cells
+            if not suffix and name in (TRAININGS["mlp"], TRAININGS["bert"]) and "graphs" in cells:
                 ours = cells["Step"], cells["graphs=True"]
                 yield for_readme(f"{name}: time of a step", cells["plain loop"], *ours)
 
 
-MEASURED = ("bert", "gpt", "resnet18")  # also what PyTorch reserves
-
-
-@part("bench/small.py" + TORCH, gpus=1, seconds=400)
+@part("bench/small.py" + TORCH, gpus=1, seconds=250)
 def small(run):
-    yield from small_rows(run, TRAININGS, "", "")
+    yield from small_rows(run, list(TRAININGS)[:6])
 
 
-@part("bench/small.py" + TORCH, gpus=1, seconds=200)
+@part("bench/small.py" + TORCH, gpus=1, seconds=150)
+def gpt2(run):
+    """In ever smaller micro-batches."""
+    lines = run.python("small.py gpt2 --micros 1 4 8 16", "mlp --micros 1 4")
+    whole = lines[0]["behind"]["plain"]
+    for line in lines:
+        times = {title: line["behind"].get(way, 0) for way, title in SMALL.items()}
+        row, table = training_of(line), "small micro-batches"
+        yield table, f"{row}: time of a step", {way: show(ms, "ms") for way, ms in times.items()}
+        shares = {way: ratio(ms / whole) for way, ms in times.items()}
+        yield table, f"{row}: ÷ plain loop, whole", shares
+
+
+@part("bench/small.py" + TORCH, gpus=1, seconds=150)
 def installed(run):
-    yield from small_rows(run, list(TRAININGS)[:4], "--micros 1 --install", ", `install()`")
+    yield from small_rows(run, list(TRAININGS)[:4], "--install", ", `install()`")
+
+
+RESERVED = "bert gpt resnet18 gpt2 --micros 4 --reserved"
+
+
+@part("bench/small.py" + TORCH, gpus=1, seconds=100)
+def small_memory(run):
+    for suffix, flag in (("", ""), (", `install()`", " --install")):
+        for line in run.python(f"small.py {RESERVED}{flag}", f"mlp --micros 4 --reserved{flag}"):
+            cells = {SMALL[way]: f"{line['MiB'][way]:,} MiB" for way in ("step", "graphs")}
+            cells["graphs=True ÷ Step"] = ratio(line["MiB"]["ratio"])
+            yield "memory that PyTorch reserves", training_of(line) + suffix, cells
 
 
 @part("bench/trainers.py bench/pytorch.py" + TORCH, gpus=1)
@@ -225,20 +251,20 @@ def sleep(run):
     yield HOST, f"{row}: memory that sleep frees", {"rebatch": show(copied[2], "%")}
 
 
-@part("bench/yield.py bench/pytorch.py" + TORCH, gpus=1, seconds=280)
+@part("bench/yield.py bench/pytorch.py" + TORCH, gpus=1, seconds=200)
 def yielding(run):
-    [half] = run.python("yield.py half", "half --small --seconds 2")
+    [half] = run.python("yield.py half --seconds 10", "half --small --seconds 2")
     row = "GPT-2 124M asked for half of its memory"
     yield HOST, f"{row}: until it is free", {"rebatch": show(half["ms"], "ms")}
     yield HOST, f"{row}: updates lost", {"rebatch": show(half["lost"])}
     cells = {"rebatch": ratio(half["part_of_choice"]), "others": "begun at that limit: 1"}
     yield HOST, f"{row}: speed afterwards", cells
-    [three] = run.python("yield.py three", "three --small --seconds 2")
+    [three] = run.python("yield.py three --seconds 10", "three --small --seconds 2")
     cells = {"rebatch": ratio(three["parts"][1]), "others": "one alone: 1"}
     yield HOST, "three trainings on one card, the others give memory: speed of all", cells
 
 
-@part("bench/contrastive.py" + TORCH, gpus=1, seconds=300)
+@part("bench/contrastive.py" + TORCH, gpus=1, seconds=260)
 def contrastive(run):
     for suffix, flags in (("", ""), (", `install()`", " --install")):
         lines = run.python("contrastive.py" + flags, "--small")
@@ -260,14 +286,17 @@ def speech(run):
         yield LENGTHS, f"speech, Whisper-tiny's shape, 8 GiB: {name}", cells
 
 
-@part("bench/budget.py examples/python/token_budget.py" + TORCH, gpus=1, seconds=120)
+@part("bench/budget.py examples/python/token_budget.py" + TORCH, gpus=1, seconds=220)
 def budget(run):
-    found = by(run.python("budget.py", "--width 64 --updates 2"), "way")
-    columns = {"rebatch": "cost, learn", "sampler": "Budget", "fixed count": "fixed count"}
-    cells = {column: show(found[way]["tokens/s"]) for column, way in columns.items()}
-    row = "GPT of 86M, answers up to 1,024 tokens, 8 GiB: tokens a second"
-    yield LENGTHS, row, cells
-    yield for_readme(row, f"fixed count {cells['fixed count']}", cells["rebatch"])
+    for limit in (5, 8, 16):
+        flags = f"budget.py --limit {limit}GiB --updates"
+        found = by(run.python(f"{flags} 5", "--width 64 --updates 2"), "way")
+        columns = {"rebatch": "cost, learn", "sampler": "Budget", "fixed count": "fixed count"}
+        cells = {column: show(found[way]["tokens/s"]) for column, way in columns.items()}
+        row = f"GPT of 86M, answers up to 1,024 tokens, {limit} GiB: tokens a second"
+        yield LENGTHS, row, cells
+        if limit == 8:
+            yield for_readme(row, f"fixed count {cells['fixed count']}", cells["rebatch"])
 
 
 # ---- one GPU: fit, and GPT-2 in C ----

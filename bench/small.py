@@ -1,8 +1,10 @@
 """What a Step costs a training that the host bounds, when nothing goes wrong, and what graphs=True
-gives back: seven trainings, as a plain loop, in a Step and on a GPU in one with graphs, in turn in
-one process. Prints one JSON object a training.
+gives back: seven trainings, as a plain loop, in a Step, and on a GPU in one with graphs and in a
+loop whose micro-batches replay a graph made by hand, in turn in one process. Prints one JSON object
+a training.
 
     python3 bench/small.py               # times, on a GPU if there is one
+    python3 bench/small.py --waits       # where the program reads the loss of each step
     python3 bench/small.py --install     # with rebatch's pool
     python3 bench/small.py --reserved    # memory that PyTorch reserves, with graphs and without
     python3 bench/small.py --calls       # a step beyond plain: calls, microseconds of the host
@@ -27,6 +29,7 @@ import rebatch.torch as rebatch
 from pytorch import Gpt
 
 ROUNDS, STEPS, SETTLED = 7, 20, 6
+ROUND_MS = 400  # in which fewer steps than STEPS run where they take longer
 
 
 class Conv(nn.Sequential):
@@ -135,8 +138,46 @@ NARROW = {
 }
 
 
+class Graph:
+    """A micro-batch whose pass is captured by hand: it adds to gradients of its own."""
+
+    def __init__(self, training):
+        self.parameters = list(training.model.parameters())
+        self.samples = tuple(t.clone() for t in training.parts[0])
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                training.optimizer.zero_grad()
+                self.one_pass(training)
+        torch.cuda.current_stream().wait_stream(stream)
+        training.optimizer.zero_grad(set_to_none=False)
+        self.gradients = [p.grad for p in self.parameters]
+        with torch.cuda.graph(self.graph):
+            self.one_pass(training)
+
+    def one_pass(self, training):
+        self.loss = training.loss(training.model, self.samples) / training.micros
+        self.loss.backward()
+        self.loss = self.loss.detach()
+
+    def run(self, training):
+        torch._foreach_zero_(self.gradients)
+        for p, gradient in zip(self.parameters, self.gradients):
+            p.grad = gradient
+        total = 0
+        for part in training.parts:
+            for own, tensor in zip(self.samples, part):
+                own.copy_(tensor)
+            self.graph.replay()
+            total = total + self.loss
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return total
+
+
 class Training:
-    """One of the six, as a plain loop and in a Step."""
+    """One of the seven, as a plain loop and in a Step."""
 
     def __init__(self, name, micros, device, samples=0):
         make, make_batch, count, is_half = TRAININGS[name]
@@ -148,6 +189,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=device == "cuda")
         micro = len(self.batch[0]) // micros
         self.parts = [tuple(t.split(micro)[i] for t in self.batch) for i in range(micros)]
+        self.hand = None
         options = {"micro_start": micro, "growth": False}
         self.step, self.graphs = (
             rebatch.Step(self.model, self.optimizer, self.loss, graphs=graphs, **options)
@@ -177,29 +219,36 @@ class Training:
     def run_graphs(self):
         return self.graphs(self.batch)
 
+    def run_hand(self):
+        self.hand = self.hand or Graph(self)
+        return self.hand.run(self)
 
-def milliseconds(run, waits, device):
+
+def milliseconds(run, waits, device, steps):
     begin = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = run()
         if waits:
             loss.item()
     if device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / STEPS * 1000
+    return (time.perf_counter() - begin) / steps * 1000
 
 
 def times(training, waits):
     ways = {"plain": training.run_plain, "step": training.run_step}
     if training.device == "cuda":
-        ways["graphs"] = training.run_graphs
-    for run in ways.values():
+        ways |= {"graphs": training.run_graphs, "hand": training.run_hand}
+    steps = {}
+    for way, run in ways.items():
         for _ in range(SETTLED):
             run()
+        settled = milliseconds(run, waits, training.device, 2)
+        steps[way] = min(STEPS, max(2, round(ROUND_MS / settled)))
     found = {way: [] for way in ways}
     for _ in range(ROUNDS):
         for way, run in ways.items():
-            found[way].append(milliseconds(run, waits, training.device))
+            found[way].append(milliseconds(run, waits, training.device, steps[way]))
     medians = {way: statistics.median(each) for way, each in found.items()}
     ratios = {f"{way}/plain": medians[way] / medians["plain"] for way in ways if way != "plain"}
     return {way: round(figure, 3) for way, figure in (medians | ratios).items()}
@@ -254,6 +303,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(TRAININGS), help="trainings")
     parser.add_argument("--micros", type=int, nargs="*", default=[1, 4], help="micro-batches")
+    parser.add_argument("--waits", action="store_true", help="each step for the loss of the last")
     parser.add_argument("--calls", action="store_true", help="calls and CPU time, on the CPU")
     parser.add_argument("--install", action="store_true", help="with rebatch's pool")
     parser.add_argument("--reserved", action="store_true", help="memory in place of times")
@@ -278,8 +328,7 @@ def main():
                 goal = 100 + 40 * micros + 0.2 * found["tensors"]
                 found |= {"us_beyond": microseconds_beyond(training), "goal_us": round(goal)}
             else:
-                for key, waits in (("behind", False), ("waits", True)):
-                    found[key] = times(training, waits)
+                found["waits" if given.waits else "behind"] = times(training, given.waits)
                 found["replayed"] = training.graphs.report.replayed
             print(json.dumps(found), flush=True)
 
