@@ -194,7 +194,7 @@ def gpt2(run):
         yield table, f"{row}: ÷ plain loop, whole", shares
 
 
-@part("bench/small.py" + TORCH, gpus=1, seconds=150)
+@part("bench/small.py" + TORCH, gpus=1, seconds=130)
 def installed(run):
     yield from small_rows(run, list(TRAININGS)[:4], "--install", ", `install()`")
 
