@@ -240,3 +240,18 @@ def test_a_result_without_the_samples_of_batch_dim_is_said_in_the_first_step():
     step = rebatch.Step(gru, torch.optim.SGD(gru.parameters(), 0.0), loss_fn, batch_dim=1)
     with pytest.raises(ValueError, match=r"of shape \(56, 5\) for 8 samples: expected one entry"):
         step(torch.randn(7, 8, 3))
+
+
+def test_entries_of_lists_hold_no_graph_of_autograd():
+    """Which would hold what the pass has saved."""
+
+    def make_extras(predicted, y):
+        return [predicted[0], {"a": (predicted[1], "b")}, [predicted[2]]]
+
+    model, batch, _ = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = rebatch.Step(model, optimizer, with_extras(make_extras))
+    step(batch)
+    first, second, third = step.outputs
+    found = [first, second["a"][0], third[0]]
+    assert not any(t.requires_grad for t in found) and second["a"][1] == "b"

@@ -26,6 +26,7 @@ from rebatch.torch.batches.outputs import tensors_in
 from rebatch.torch.graphs import graphs as graphs_module
 from rebatch.torch.graphs import recorder as recorder_module
 from rebatch.torch.graphs.changes import Changes
+from rebatch.torch.program.program import Running
 
 # Steps before the first capture: three are looked at, and a shape is to have run three times.
 EAGER_STEPS = 4
@@ -36,6 +37,7 @@ class Rerun:
 
     made = 0  # captures of the test
     is_short = False  # of memory for replays
+    looks = True  # for what an earlier pass has left
 
     def claim(self):
         return not self.is_short
@@ -55,6 +57,8 @@ class Rerun:
     def record(self, body):
         if self.fails:
             raise self.fails.pop(0)
+        gc.collect()
+        assert not (self.looks and stale_nodes(body.__self__._parameters))
         Rerun.made += 1
         first = body()
 
@@ -70,6 +74,17 @@ class Rerun:
         return types.SimpleNamespace(result=first, replay=replay)
 
 
+def nodes_of(parameters):
+    """What adds to their gradients: another one, once no graph of autograd has it."""
+    needing = [p for p in parameters if p.requires_grad]
+    return [torch.autograd.graph.get_gradient_edge(p).node for p in needing]
+
+
+def stale_nodes(parameters):
+    """Those of an earlier pass, which belong to its stream: CUDA captures no pass that has them."""
+    return [node for node in nodes_of(parameters) if "of an eager pass" in node.metadata]
+
+
 def tensors(extras):
     return list(tensors_in(extras)) if extras is not None else []
 
@@ -83,6 +98,15 @@ def recorder(monkeypatch):
         monkeypatch.setattr(graphs_module, "can_capture", lambda device: True)
         monkeypatch.setattr(graphs_module, "recorder_of", lambda *_: Rerun(fails))
         # Dropout draws from it there, and so does a replay that runs the pass again.
+        weighted = Running.weighted_loss
+
+        def marked(running, *arguments, **keywords):
+            result = weighted(running, *arguments, **keywords)
+            for node in nodes_of(running.program.modules.parameters()):
+                node.metadata["of an eager pass"] = True
+            return result
+
+        monkeypatch.setattr(Running, "weighted_loss", marked)
         names, own = Changes.names, ("torch.default_generator", "(a tensor on the CPU)")
         named = lambda self: [n for n in names(self) if not n.endswith(own)]  # noqa: E731
         monkeypatch.setattr(Changes, "names", named)

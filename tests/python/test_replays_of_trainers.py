@@ -25,6 +25,7 @@ class Frozen(Rerun):
 
     step = None  # an adapter's object
     names = ()  # of its attributes
+    looks = False
 
     def record(self, body):
         then = {name: vars(self.step)[name] for name in self.names}

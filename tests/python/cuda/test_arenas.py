@@ -78,6 +78,7 @@ def test_an_oom_within_a_capture_is_pytorchs():
         "graph = torch.cuda.CUDAGraph()\n"
         "try:\n"
         "    with torch.cuda.graph(graph, pool=arena.id):\n"
+        "        x.zero_()\n"  # PyTorch warns of a graph without work
         "        tensor(128 * MIB)\n"
         "except torch.OutOfMemoryError:\n"
         "    print('oom')\n"

@@ -43,7 +43,7 @@ def test_gradients_of_graphs_are_accumulated(install, gradients):
 
 
 DRAWS = """
-from rebatch.torch.graphs.recorder import Recorder
+from rebatch.torch.graphs.recorder import recorder_of
 own = torch.Generator("cuda").manual_seed(3)
 tensor = torch.ones(8, device="cuda")
 def draw():
@@ -54,20 +54,30 @@ def fail():
 def offsets():
     return own.get_offset(), torch.cuda.default_generators[0].get_offset()
 for _ in range(2):
-    recorder = Recorder(tensor.device, [own])
+    recorder = recorder_of(tensor.device, [own])
     try:
         recorder.record(fail)
     except RuntimeError:
         print("failed", *offsets())
     del recorder
     draw()
-recorder = Recorder(tensor.device, [own])
+recorder = recorder_of(tensor.device, [own])
 graphs = [recorder.record(draw) for _ in range(2)]
 print(*offsets())
 for graph in 2 * graphs:
     graph.replay()
     print(*offsets())
 """
+
+
+def test_a_generator_without_an_index_draws_on_each_device():
+    script = (
+        "from rebatch.torch.graphs.recorder import recorder_of\n"
+        "generators = [torch.Generator(name) for name in ('cuda', 'cpu', 'cuda:0')]\n"
+        "recorder = recorder_of(torch.device('cuda:0'), generators)\n"
+        "print([generators.index(each) for each in recorder._generators])\n"
+    )
+    assert said(run(script)) == "[0, 2]\n"
 
 
 # The stand-in captures what waits, too.

@@ -56,7 +56,8 @@ def split_result(result: Any) -> Tuple[Any, Any]:
 
 def kept(value: Any, name: str = "the value beside the loss", are_lent: bool = False) -> Any:
     """A copy that stays as it is, whatever becomes of the micro-batch's tensors. Entries of lists
-    are copied where they are lent: the next replay of a graph writes there."""
+    are copied where they are lent: the next replay of a graph writes there. Nothing keeps the
+    pass's graph of autograd."""
     if value is None:
         return None
     if isinstance(value, _Number):
@@ -69,7 +70,7 @@ def kept(value: Any, name: str = "the value beside the loss", are_lent: bool = F
         names = (f"entry {i} of {name}" for i in range(len(value)))
         return _like(value, (kept(part, n, are_lent) for part, n in zip(value, names)))
     if isinstance(value, list):
-        return [kept_tensor(entry) for entry in value] if are_lent else list(value)
+        return [_entry(entry, are_lent) for entry in value]
     what = (
         "a scalar"
         if isinstance(value, (torch.Tensor, int, float))
@@ -96,6 +97,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _like(value: Any, members: Iterable[Any]) -> Any:
     """A tuple of its type."""
     return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+
+
+def _entry(value: Any, is_lent: bool) -> Any:
+    """Of a list: a tensor, or a list, tuple or dict with tensors."""
+    if isinstance(value, torch.Tensor):
+        return kept_tensor(value) if is_lent else value.detach() if value.requires_grad else value
+    if type(value) is dict:
+        return {key: _entry(part, is_lent) for key, part in value.items()}
+    if type(value) is tuple or hasattr(value, "_fields"):
+        return _like(value, (_entry(part, is_lent) for part in value))
+    return [_entry(part, is_lent) for part in value] if type(value) is list else value
 
 
 def kept_tensor(value: Any) -> Any:

@@ -153,5 +153,11 @@ def can_capture(device: torch.device) -> bool:
 
 def recorder_of(device: torch.device, generators: Sequence[Any]) -> Recorder:
     """`generators`: those that the program has."""
-    own = [g for g in generators if isinstance(g, torch.Generator) and g.device == device]
-    return Recorder(device, own)
+    return Recorder(device, [g for g in generators if _draws_on(g, device)])
+
+
+def _draws_on(generator: Any, device: torch.device) -> bool:
+    """One that was made for "cuda" has no index, and draws on any GPU."""
+    if not (isinstance(generator, torch.Generator) and generator.device.type == device.type):
+        return False
+    return generator.device.index in (None, device.index)
