@@ -424,6 +424,92 @@ def test_memory_by_address():
     assert rebatch.stats()["live_bytes"] == live
 
 
+# ---- memory history ----
+
+
+@contextlib.contextmanager
+def history(*arguments, **options):
+    torch.cuda.memory._record_memory_history(*arguments, stacks="python", **options)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def names(entry):
+    return [frame["name"] for frame in entry.get("frames", [])]
+
+
+def events_at(address):
+    trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    return [e for e in trace if e.get("addr") == address]
+
+
+def block_at(address):
+    blocks = [b for s in torch.cuda.memory._snapshot()["segments"] for b in s["blocks"]]
+    return next(b for b in blocks if b["address"] == address)
+
+
+def allocates():
+    return tensor(3 * MIB + 5)
+
+
+def frees(tensors):
+    tensors.clear()
+
+
+def test_memory_history_has_who_allocated_and_who_freed():
+    older = tensor(MIB)
+    with history():
+        kept = allocates()
+        gone = [allocates()]
+        address = gone[0].data_ptr()
+        frees(gone)
+        del older  # not known to the history: no event
+        events = events_at(address)
+        assert [e["action"] for e in events] == ["alloc", "free_requested", "free_completed"]
+        assert {e["size"] for e in events} == {3 * MIB + 5}
+        assert "allocates" in names(events[0]) and "frees" not in names(events[0])
+        assert "frees" in names(events[1]) and "frees" in names(events[2])
+        block = block_at(kept.data_ptr())
+        assert block["requested_size"] == 3 * MIB + 5 and "allocates" in names(block)
+    assert events_at(address) == [] and names(block_at(kept.data_ptr())) == []
+
+
+def test_memory_history_keeps_what_it_is_asked_for():
+    with history(context="state"):  # who allocated what is in use
+        kept = allocates()
+        assert "allocates" in names(block_at(kept.data_ptr()))
+        assert not any(names(e) for e in events_at(kept.data_ptr()))
+    with history(context="alloc"):  # a free has what allocated
+        gone = [allocates()]
+        address = gone[0].data_ptr()
+        frees(gone)
+        assert all("allocates" in names(e) for e in events_at(address))
+        assert not any("frees" in names(e) for e in events_at(address))
+    with history(context=None):
+        kept = allocates()
+        assert [names(e) for e in events_at(kept.data_ptr())] == [[]]
+        assert names(block_at(kept.data_ptr())) == []
+    with history(max_entries=4):
+        for _ in range(3):
+            frees([allocates()])
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        assert len(trace) == 4 and trace[-1]["action"] == "free_completed"
+
+
+def test_memory_history_is_of_both_allocators_in_order():
+    with history():
+        one = allocates()
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            two = allocates()
+        three = allocates()
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        addresses = [e["addr"] for e in trace if e["action"] == "alloc"]
+        assert addresses == [x.data_ptr() for x in (one, two, three)]
+        assert all("allocates" in names(e) for e in trace if e["action"] == "alloc")
+
+
 # ---- snapshots ----
 
 

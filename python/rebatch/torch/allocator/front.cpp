@@ -1,7 +1,7 @@
 // An allocator in front of PyTorch's native CUDA allocator: ordinary memory comes from a rebatch
-// pool of each GPU; CUDA graphs, MemPools, IPC and memory history stay with the native allocator,
-// but for graphs that are captured with the id of an arena of the pool. This file decides which of
-// the two is asked. It must not know of steps and sessions.
+// pool of each GPU; CUDA graphs, MemPools and IPC stay with the native allocator, but for graphs
+// that are captured with the id of an arena of the pool. This file decides which of the two is
+// asked. It must not know of steps and sessions.
 //
 // Each pointer is freed by the allocator that gave it. The deleter of a storage names the pool, so
 // a free searches nothing, and the front can be installed when tensors exist already. Nothing here
@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "front_forward.h"
+#include "front_history.h"
 #include "front_pools.h"
 #include "front_tags.h"
 #include "rebatch/rebatch.h"
@@ -195,14 +196,40 @@ class Front final : public Forward
 
     native::SnapshotInfo snapshot(MempoolId_t id = {0, 0}, bool traces = true) override
     {
-        return add_pools(inner_->snapshot(id, traces), id);
+        return add_pools(inner_->snapshot(id, traces), id, traces);
     }
 #else
     native::SnapshotInfo snapshot(MempoolId_t id = {0, 0}) override
     {
-        return add_pools(inner_->snapshot(id), id);
+        return add_pools(inner_->snapshot(id), id, true);
     }
 #endif
+#if SINCE(11)
+    void recordHistory(bool enabled, native::CreateContextFn recorder, size_t most,
+                       RecordContext when, bool clear,
+                       const std::vector<std::string> &skip) override
+    {
+        inner_->recordHistory(enabled, recorder, most, when, clear, skip);
+        history.set(enabled, recorder, most, when, clear, skip);
+    }
+#else
+    void recordHistory(bool enabled, native::CreateContextFn recorder, size_t most,
+                       RecordContext when, bool clear) override
+    {
+        inner_->recordHistory(enabled, recorder, most, when, clear);
+        history.set(enabled, recorder, most, when, clear, {});
+    }
+#endif
+    void pushCompileContext(std::string &context) override
+    {
+        compile_contexts.push_back(context);
+        inner_->pushCompileContext(context);
+    }
+    void popCompileContext() override
+    {
+        compile_contexts.pop_back();
+        inner_->popCompileContext();
+    }
 
     // ---- graphs and MemPools: the native allocator's, or an arena's ----
 
@@ -424,6 +451,8 @@ class Front final : public Forward
             (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
         if (C10_UNLIKELY(c10::memoryProfilingEnabled()) && pointer)
             tell_profiler_of(device, pointer);
+        if (C10_UNLIKELY(history.is_on()) && pointer)
+            history.allocated(device, pointer, bytes, stream);
         return pointer;
     }
 
@@ -551,8 +580,11 @@ class Front final : public Forward
         TORCH_CHECK(status == REBATCH_OK, "rebatch: ", rebatch_last_error());
     }
 
-    static native::SnapshotInfo add_pools(native::SnapshotInfo info, const MempoolId_t &id)
+    static native::SnapshotInfo add_pools(native::SnapshotInfo info, const MempoolId_t &id,
+                                          bool traces)
     {
+        if (traces)
+            history.add_to(info.device_traces);
         if (id == MempoolId_t{0, 0})
             for (int device = 0; device < MOST_DEVICES; device++)
                 if (rebatch_pool *const pool = find_pool(device))

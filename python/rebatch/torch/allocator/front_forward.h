@@ -1,5 +1,5 @@
-// What PyTorch's native CUDA allocator is asked as it is: graphs and MemPools, other processes,
-// memory history. Must not know pools.
+// What PyTorch's native CUDA allocator is asked as it is: graphs and MemPools, other processes.
+// Must not know pools.
 //
 // CUDAAllocator gains virtual functions from one minor version of PyTorch to the next: those of
 // newer ones stand behind SINCE().
@@ -117,31 +117,9 @@ class Forward : public native::CUDAAllocator
     {
         return inner_->isHistoryEnabled();
     }
-#if SINCE(11)
-    void recordHistory(bool enabled, native::CreateContextFn recorder, size_t most,
-                       native::RecordContext when, bool clear,
-                       const std::vector<std::string> &skip) override
-    {
-        inner_->recordHistory(enabled, recorder, most, when, clear, skip);
-    }
-#else
-    void recordHistory(bool enabled, native::CreateContextFn recorder, size_t most,
-                       native::RecordContext when, bool clear) override
-    {
-        inner_->recordHistory(enabled, recorder, most, when, clear);
-    }
-#endif
     void recordAnnotation(const std::vector<std::pair<std::string, std::string>> &pairs) override
     {
         inner_->recordAnnotation(pairs);
-    }
-    void pushCompileContext(std::string &context) override
-    {
-        inner_->pushCompileContext(context);
-    }
-    void popCompileContext() override
-    {
-        inner_->popCompileContext();
     }
 #if SINCE(10)
     void setUserMetadata(const std::string &metadata) override

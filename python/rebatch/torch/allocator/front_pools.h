@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "front_history.h"
 #include "front_tags.h"
 #include "rebatch/rebatch.h"
 
@@ -235,6 +236,8 @@ try {
         (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
     if (C10_UNLIKELY(c10::memoryProfilingEnabled()))
         tell_profiler_of_free(device, pointer);
+    if (C10_UNLIKELY(history.is_on()))
+        history.freed(static_cast<DeviceIndex>(device), pointer);
     rebatch_pool *const pool = slots[device].pool.load(std::memory_order_acquire);
     const bool is_routed = C10_UNLIKELY(route_count.load(std::memory_order_relaxed) != 0);
     if (C10_UNLIKELY((is_routed ? free_in_capture(pool, pointer)
@@ -305,10 +308,11 @@ try {
     return REBATCH_E_HOST_OOM;
 }
 
-void add_block(native::SegmentInfo &segment, size_t bytes, size_t requested_bytes,
+void add_block(native::SegmentInfo &segment, size_t address, size_t bytes, size_t requested_bytes,
                const std::string &state)
 {
     native::BlockInfo block;
+    block.context_when_allocated = history.context_of(address);
     block.size = bytes;
     block.requested_size = requested_bytes;
     block.allocated = state == "live" || state == "deferred";
@@ -343,7 +347,7 @@ void add_segments(std::vector<native::SegmentInfo> &segments, DeviceIndex device
             info.is_large = info.is_expandable = true;
             segments.push_back(std::move(info));
         }
-        add_block(segments.back(), bytes, requested_bytes, state);
+        add_block(segments.back(), address, bytes, requested_bytes, state);
     }
 }
 
