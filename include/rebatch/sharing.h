@@ -113,6 +113,19 @@ REBATCH_API rebatch_status rebatch_pool_set_floor(rebatch_pool *pool, size_t flo
  *          REBATCH_E_INVALID, REBATCH_E_DEVICE_LOST */
 REBATCH_API_CHECKED rebatch_status rebatch_pool_wake(rebatch_pool *pool);
 
+/** Let waits for a wake be interrupted, for example by Ctrl-C. `is_interrupted` is asked ten times
+ *  a second in each thread that waits. Once it says so, that thread calls rebatch_pool_wake(), and
+ *  its call goes on. Where the device lacks the memory, the call returns REBATCH_E_STATE and the
+ *  pool sleeps on. A session's step then fails: guarded state stays as it is, since it sleeps too.
+ *  Thread-safe.
+ *  @param pool            the pool
+ *  @param is_interrupted  returns soon, and calls nothing of the pool; NULL: waits last until a
+ *                         wake
+ *  @param user            passed to it
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
+REBATCH_API rebatch_status rebatch_pool_on_wait(rebatch_pool *pool,
+                                                bool (*is_interrupted)(void *user), void *user);
+
 /** Answer requests for a pool's memory on a Unix socket, which only this user and root may use: a
  *  line each of `status`, `give 4GiB`, `give to 12GiB`, `sleep` and `wake` (docs/sharing.md). A
  *  thread answers `status` and `wake`, and outside of steps gives back what is cached. A session of

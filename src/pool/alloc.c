@@ -135,8 +135,10 @@ alloc_from(void **out, rebatch_pool *pool, rebatch_arena *arena, size_t bytes,
                      rbi_pool_is_pressing(pool)))
         return refuse(out, pool, bytes, stream);
     *out = NULL;
-    rbi_pool_take_lock_awake(pool);
-    const rebatch_status status = alloc_locked(out, pool, arena, bytes, rounded, stream, tag);
+    rebatch_status status = rbi_pool_take_lock_awake(pool);
+    if (RBI_UNLIKELY(status != REBATCH_OK))
+        return status;
+    status = alloc_locked(out, pool, arena, bytes, rounded, stream, tag);
     rbi_pool_give_lock(pool);
     return status;
 }

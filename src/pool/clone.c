@@ -317,10 +317,12 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         status = rebatch_pool_create(&copy.to, dry, NULL);
     if (status)
         return status;
-    rbi_pool_take_lock_awake(pool);
-    rbi_plan_leave(pool);
-    status = copy_locked(&copy);
-    rbi_pool_give_lock(pool);
+    status = rbi_pool_take_lock_awake(pool);
+    if (!status) {
+        rbi_plan_leave(pool);
+        status = copy_locked(&copy);
+        rbi_pool_give_lock(pool);
+    }
     if (!status && info.total_bytes >= pool->page_bytes)
         status = rebatch_device_set_capacity(dry, info.total_bytes);
     if (status) {

@@ -178,9 +178,9 @@ rebatch_status rebatch_arena_claim(rebatch_arena *arena)
 {
     rebatch_status status = check(arena);
     if (status != REBATCH_OK ||
-        (status = rbi_pool_check_caller(arena->pool, "rebatch_arena_claim")) != REBATCH_OK)
+        (status = rbi_pool_check_caller(arena->pool, "rebatch_arena_claim")) != REBATCH_OK ||
+        (status = rbi_pool_take_lock_awake(arena->pool)) != REBATCH_OK)
         return status;
-    rbi_pool_take_lock_awake(arena->pool);
     status = claim_locked(arena);
     rbi_pool_give_lock(arena->pool);
     return status;
@@ -209,9 +209,9 @@ rebatch_status rebatch_arena_open(rebatch_arena *arena, rebatch_stream stream)
     rebatch_status status = check(arena);
     if (status != REBATCH_OK ||
         (status = rbi_pool_check_stream(arena->pool, stream)) != REBATCH_OK ||
-        (status = rbi_pool_check_caller(arena->pool, "rebatch_arena_open")) != REBATCH_OK)
+        (status = rbi_pool_check_caller(arena->pool, "rebatch_arena_open")) != REBATCH_OK ||
+        (status = rbi_pool_take_lock_awake(arena->pool)) != REBATCH_OK)
         return status;
-    rbi_pool_take_lock_awake(arena->pool);
     status = open_locked(arena, stream);
     rbi_pool_give_lock(arena->pool);
     return status;

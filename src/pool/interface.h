@@ -173,8 +173,11 @@ bool rbi_pool_post_task(rebatch_pool *pool, struct rbi_pool_task *task);
 /* @return false: it has begun to run, or has run */
 bool rbi_pool_withdraw_task(rebatch_pool *pool, struct rbi_pool_task *task);
 /* Between two micro-batches, by the thread that trains: an atomic load where nothing waits. Outside
- * of sessions rebatch_pool_mark() does it. */
-void rbi_pool_run_task(rebatch_pool *pool);
+ * of sessions rebatch_pool_mark() does it.
+ * @return REBATCH_E_STATE: the task has put the pool to sleep, and the wait was interrupted */
+rebatch_status rbi_pool_run_task(rebatch_pool *pool);
+/* Returns when the pool is awake. REBATCH_E_STATE: the wait was interrupted. */
+rebatch_status rbi_pool_wait_awake(rebatch_pool *pool);
 /* Whether it sleeps now. Takes no lock. */
 bool rbi_pool_sleeps(const rebatch_pool *pool);
 

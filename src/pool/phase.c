@@ -52,11 +52,10 @@ void rbi_pool_begin_marked(rebatch_pool *pool)
 
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
 {
-    const rebatch_status status = rbi_pool_check(pool);
-    if (status != REBATCH_OK)
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK || (status = rbi_pool_run_task(pool)) != REBATCH_OK ||
+        (status = rbi_pool_take_lock_awake(pool)) != REBATCH_OK)
         return status;
-    rbi_pool_run_task(pool);
-    rbi_pool_take_lock_awake(pool);
     pool->promised_bytes = 0;
     pool->overflow.is_open = false;
     if (key == 0 || !pool->plan.is_on)

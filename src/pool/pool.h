@@ -112,6 +112,8 @@ struct rbi_pool_overflow {
 struct rbi_pool_sleep {
     void (*on_wait)(void *user); /* told when the first call waits; then NULL */
     void *user;
+    bool (*is_interrupted)(void *user); /* asked while a call waits */
+    void *interrupt_user;
     uint64_t allowed_to; /* the thread that may sleep within a session's step; 0: none */
     /* What a sleep or a wake, which holds the lock while it copies, has found. */
     atomic_bool is_at_work;
@@ -281,14 +283,13 @@ enum rbi_old_free rbi_old_buffers_free(rebatch_pool *pool, const char *pointer,
 
 /* ---- a pool that sleeps (sleep.c); with the lock held ---- */
 
-/* Waits for the wake, without the lock. */
-void rbi_pool_await_wake(rebatch_pool *pool);
-/* Locks, for a call that needs memory. */
-static inline void rbi_pool_take_lock_awake(rebatch_pool *pool)
+/* Waits for the wake, without the lock. REBATCH_E_STATE: it was interrupted, nothing is locked. */
+rebatch_status rbi_pool_await_wake(rebatch_pool *pool);
+/* Locks, for a call that needs memory, unless it fails. */
+static inline rebatch_status rbi_pool_take_lock_awake(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    if (rbi_pool_is_asleep(pool))
-        rbi_pool_await_wake(pool);
+    return rbi_pool_is_asleep(pool) ? rbi_pool_await_wake(pool) : REBATCH_OK;
 }
 
 /* ---- where free blocks are cut; all with the lock held ---- */

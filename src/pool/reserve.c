@@ -86,9 +86,9 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
     size_t rounded = 0;
     if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
-        (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
+        (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK ||
+        (status = rbi_pool_take_lock_awake(pool)) != REBATCH_OK)
         return status;
-    rbi_pool_take_lock_awake(pool);
     status = rbi_pool_inject_failure(pool, bytes, rounded, stream, "reserve");
     pool->overflow.is_struck = false;
     if (status == REBATCH_OK)
@@ -171,9 +171,9 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     rebatch_status status = rbi_pool_check(pool);
     size_t rounded = 0; /* a sum of blocks, which are rounded up already */
     if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
-        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || rounded == 0)
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || rounded == 0 ||
+        (status = rbi_pool_take_lock_awake(pool)) != REBATCH_OK)
         return status;
-    rbi_pool_take_lock_awake(pool);
     status = admit_locked(pool, rounded, stream);
     rbi_pool_give_lock(pool);
     return status;

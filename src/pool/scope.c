@@ -72,8 +72,10 @@ rebatch_status rbi_scope_begin_phase(rebatch_scope *out, rebatch_pool *pool, boo
 {
     *out = 0;
     const uint64_t owner = observes ? 0 : rbi_thread_number();
-    rbi_pool_take_lock_awake(pool);
-    const rebatch_status status = begin_locked(out, pool, owner, true, observes);
+    rebatch_status status = rbi_pool_take_lock_awake(pool);
+    if (status != REBATCH_OK)
+        return status;
+    status = begin_locked(out, pool, owner, true, observes);
     if (status == REBATCH_OK)
         rbi_pool_begin_phase(pool, key);
     rbi_pool_give_lock(pool);

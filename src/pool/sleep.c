@@ -1,7 +1,9 @@
 /* Owns sleep and wake: whose blocks keep their memory, whose contents are copied, and who waits.
  * Must not know chunks, nor where copies lie. */
 #include <linux/futex.h>
+#include <stdio.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "pool/pool.h"
@@ -25,15 +27,48 @@ static void tell_waiting(rebatch_pool *pool)
     rbi_lock_take(&pool->lock);
 }
 
-void rbi_pool_await_wake(rebatch_pool *pool)
+/* One that is interrupted wakes the pool, so that what it was at can be undone. */
+rebatch_status rbi_pool_await_wake(rebatch_pool *pool)
 {
+    static const struct timespec turn = {.tv_nsec = 100000000};
     rbi_assert(rbi_lock_is_held(&pool->lock));
     tell_waiting(pool);
     while (atomic_load(&pool->is_asleep)) {
+        bool (*const is_interrupted)(void *user) = pool->sleep.is_interrupted;
+        void *const user = pool->sleep.interrupt_user;
         rbi_pool_give_lock(pool);
-        (void)syscall(SYS_futex, &pool->is_asleep, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
+        (void)syscall(SYS_futex, &pool->is_asleep, FUTEX_WAIT_PRIVATE, 1,
+                      is_interrupted ? &turn : NULL, NULL, 0);
+        if (is_interrupted && atomic_load(&pool->is_asleep) && is_interrupted(user) &&
+            rebatch_pool_wake(pool)) {
+            char why[256];
+            (void)snprintf(why, sizeof why, "%s", rebatch_last_error());
+            return rbi_error(REBATCH_E_STATE, "interrupted while the pool sleeps: %s", why);
+        }
         rbi_lock_take(&pool->lock);
     }
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_pool_wait_awake(rebatch_pool *pool)
+{
+    rebatch_status status = REBATCH_OK;
+    if (rbi_pool_is_asleep(pool) && !(status = rbi_pool_take_lock_awake(pool)))
+        rbi_pool_give_lock(pool);
+    return status;
+}
+
+rebatch_status rebatch_pool_on_wait(rebatch_pool *pool, bool (*is_interrupted)(void *user),
+                                    void *user)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    pool->sleep.is_interrupted = is_interrupted;
+    pool->sleep.interrupt_user = user;
+    rbi_pool_give_lock(pool);
+    return REBATCH_OK;
 }
 
 static void set_asleep(rebatch_pool *pool, bool is_asleep)

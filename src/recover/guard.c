@@ -252,8 +252,11 @@ rebatch_status rbi_guards_save(rebatch *rb, rebatch_guard_point point)
     return status ? status : copy_all(rb, point, false);
 }
 
+/* Where a wait for a wake was interrupted, what is guarded may sleep. */
 rebatch_status rbi_guards_restore(rebatch *rb, rebatch_guard_point point)
 {
+    if (rbi_pool_sleeps(rb->pool))
+        return REBATCH_E_STATE;
     const rebatch_status called = call_restores(rb, point);
     const rebatch_status copied = copy_all(rb, point, true);
     return called ? called : copied;

@@ -41,7 +41,9 @@ void rbi_samples_cut(rebatch *rb)
 
 rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
 {
-    rbi_pool_run_task(rb->pool); /* which may leave less memory */
+    rebatch_status status = rbi_pool_run_task(rb->pool); /* which may leave less memory */
+    if (status)
+        return status;
     const bool is_last_resort = !rbi_size_can_shrink(rb, mb->count);
     if (!rbi_session_admits(rb) || is_last_resort || rb->run.ooms.retried_same ||
         rbi_growth_overrules(rb))
@@ -55,7 +57,7 @@ rebatch_status rbi_samples_admit(rebatch *rb, const rebatch_microbatch *mb)
     const uint64_t missing = need - rbi_min(need, rbi_resize_bytes(rb));
     if (missing == 0)
         return REBATCH_OK;
-    const rebatch_status status = rbi_memory_admit(rb, missing);
+    status = rbi_memory_admit(rb, missing);
     if (status != REBATCH_OOM)
         return status;
     size_t available;

@@ -5,7 +5,9 @@
 rebatch_status rbi_step_open_scope(rebatch *rb)
 {
     rbi_assert(rb->run.ops && !rb->run.scope);
-    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    rebatch_status status = rbi_pool_wait_awake(rb->pool); /* guarded state may sleep */
+    if (!status)
+        status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
         status = rbi_guards_save(rb, REBATCH_GUARD_STEP);
     return status ? status : rbi_scope_open(rb, &rb->run.scope);

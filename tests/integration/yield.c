@@ -97,6 +97,102 @@ Test(yield, a_training_sleeps_with_its_contents_until_it_is_woken)
         cr_assert_eq(((unsigned char *)rig.weights)[i], 7);
 }
 
+/* ---- a step that is interrupted while it sleeps ---- */
+
+static struct {
+    rebatch_pool *pool;
+    size_t limit; /* from the sleep on; 0: none */
+    int asker;    /* who waits for the sleep */
+    atomic_bool comes;
+} interrupt;
+
+static bool has_come(void *user)
+{
+    (void)user;
+    return interrupt.comes;
+}
+
+static void *interrupt_sleep(void *user)
+{
+    char text[512];
+    (void)user;
+    receive_raw(text, sizeof text, interrupt.asker);
+    HAS(text, "ok: asleep after ");
+    OK(rebatch_pool_set_limit(interrupt.pool, interrupt.limit));
+    interrupt.comes = true;
+    return NULL;
+}
+
+/* A step within which a socket's request puts the pool to sleep. */
+static rebatch_status step_interrupted(struct rig *rig, size_t limit)
+{
+    pthread_t thread;
+    interrupt.pool = rebatch_get_pool(rig->rb);
+    interrupt.limit = limit;
+    interrupt.asker = send_raw("sleep\n");
+    wait_for_turns();
+    OK(rebatch_pool_on_wait(interrupt.pool, has_come, NULL));
+    cr_assert_eq(pthread_create(&thread, NULL, interrupt_sleep, NULL), 0);
+    const rebatch_status status = rebatch_step(rig->rb, &rig->ops, BATCH, rig, NULL);
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    interrupt.comes = false;
+    return status;
+}
+
+Test(yield, a_step_that_is_interrupted_wakes_and_goes_on)
+{
+    OPEN(rig, rig, path);
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, NULL));
+    OK(step_interrupted(&rig, 0));
+    cr_expect_eq(rig.updates, 2);
+    cr_expect_eq(rig.lost, 0);
+}
+
+Test(yield, a_step_that_is_interrupted_and_cannot_wake_ends_with_a_status)
+{
+    OPEN(rig, rig, path);
+    memset(rig.weights, 7, WEIGHTS);
+    OK(rebatch_guard(rig.rb, rig.weights, WEIGHTS, REBATCH_GUARD_DEVICE));
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, NULL));
+    cr_assert_eq(step_interrupted(&rig, MIB(2)), REBATCH_E_STATE);
+    HAS(rebatch_last_error(), "interrupted while the pool sleeps: ");
+    cr_expect_eq(rig.updates, 1);
+    OK(rebatch_pool_set_limit(interrupt.pool, 0));
+    OK(rebatch_pool_wake(interrupt.pool));
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, NULL));
+    cr_expect_eq(rig.updates, 2);
+    cr_expect_eq(rig.lost, 0);
+    cr_expect_eq(((unsigned char *)rig.weights)[WEIGHTS - 1], 7);
+}
+
+static void *wake_when_waited(void *user)
+{
+    while (!interrupt.comes)
+        usleep(1000);
+    OK(rebatch_pool_wake(user));
+    return NULL;
+}
+
+static void note_wait(void *user)
+{
+    (void)user;
+    interrupt.comes = true;
+}
+
+Test(yield, a_step_that_begins_asleep_waits_before_it_saves_what_is_guarded)
+{
+    pthread_t thread;
+    OPEN(rig, rig, NULL);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    const rebatch_sleep_options options = {.struct_size = sizeof options, .on_wait = note_wait};
+    OK(rebatch_guard(rig.rb, rig.weights, WEIGHTS, REBATCH_GUARD_DEVICE));
+    OK(rebatch_pool_sleep(pool, &options, NULL));
+    cr_assert_eq(pthread_create(&thread, NULL, wake_when_waited, pool), 0);
+    OK(rebatch_step(rig.rb, &rig.ops, BATCH, &rig, NULL));
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    cr_expect_eq(rig.updates, 1);
+}
+
 Test(yield, no_micro_batch_that_runs_is_struck)
 {
     char text[512];

@@ -226,7 +226,7 @@ Test(pool_sleep, the_memory_of_the_copies_is_kept_for_the_next_sleep)
 struct waiter {
     rebatch_pool *pool;
     rebatch_arena *arena;
-    void (*call)(struct waiter *waiter);
+    rebatch_status (*call)(struct waiter *waiter);
     _Atomic bool is_done;
     void *block;
 };
@@ -234,42 +234,46 @@ struct waiter {
 static void *run_waiter(void *user)
 {
     struct waiter *const waiter = user;
-    waiter->call(waiter);
+    cr_assert_eq(waiter->call(waiter), REBATCH_OK, "%s", rebatch_last_error());
     waiter->is_done = true;
     return NULL;
 }
 
-static void call_alloc(struct waiter *waiter)
+static rebatch_status call_alloc(struct waiter *waiter)
 {
-    waiter->block = take(waiter->pool, 3 * PAGE);
+    return rebatch_pool_alloc(&waiter->block, waiter->pool, 3 * PAGE, NULL, 0);
 }
 
-static void call_reserve(struct waiter *waiter)
+static rebatch_status call_reserve(struct waiter *waiter)
 {
-    cr_assert_eq(rebatch_pool_reserve(waiter->pool, 3 * PAGE, NULL), REBATCH_OK);
+    return rebatch_pool_reserve(waiter->pool, 3 * PAGE, NULL);
 }
 
-static void call_admit(struct waiter *waiter)
+static rebatch_status call_admit(struct waiter *waiter)
 {
-    cr_assert_eq(rbi_pool_admit(waiter->pool, 3 * PAGE, NULL), REBATCH_OK);
+    return rbi_pool_admit(waiter->pool, 3 * PAGE, NULL);
 }
 
-static void call_mark(struct waiter *waiter)
+static rebatch_status call_mark(struct waiter *waiter)
 {
-    cr_assert_eq(rebatch_pool_mark(waiter->pool, 1), REBATCH_OK);
+    return rebatch_pool_mark(waiter->pool, 1);
 }
 
-static void call_begin(struct waiter *waiter)
+static rebatch_status call_begin(struct waiter *waiter)
 {
     rebatch_scope scope;
-    cr_assert_eq(rbi_scope_begin_phase(&scope, waiter->pool, false, 1), REBATCH_OK);
-    cr_assert_eq(rebatch_scope_commit(waiter->pool, scope), REBATCH_OK);
+    const rebatch_status status = rbi_scope_begin_phase(&scope, waiter->pool, false, 1);
+    return status ? status : rebatch_scope_commit(waiter->pool, scope);
 }
 
-static void call_claim(struct waiter *waiter)
+static rebatch_status call_claim(struct waiter *waiter)
 {
-    cr_assert_eq(rebatch_arena_claim(waiter->arena), REBATCH_OK);
+    return rebatch_arena_claim(waiter->arena);
 }
+
+static rebatch_status (*const calls[])(struct waiter *) = {call_alloc, call_reserve, call_admit,
+                                                           call_mark,  call_begin,   call_claim};
+enum { CALLS = sizeof calls / sizeof *calls };
 
 static _Atomic int told;
 
@@ -281,9 +285,6 @@ static void count_wait(void *user)
 
 Test(pool_sleep, whoever_needs_memory_waits_for_the_wake_and_one_of_them_tells)
 {
-    void (*const calls[])(struct waiter *) = {call_alloc, call_reserve, call_admit,
-                                              call_mark,  call_begin,   call_claim};
-    enum { COUNT = sizeof calls / sizeof *calls };
     AUTO_RIG rig = rig_open(256, NULL);
     rebatch_arena *arena;
     cr_assert_eq(rebatch_arena_create(&arena, rig.pool), REBATCH_OK);
@@ -292,9 +293,9 @@ Test(pool_sleep, whoever_needs_memory_waits_for_the_wake_and_one_of_them_tells)
     cr_assert_eq(rebatch_arena_lend(arena), REBATCH_OK);
     const rebatch_sleep_options options = {.struct_size = sizeof options, .on_wait = count_wait};
     (void)put_to_sleep(rig.pool, &options);
-    struct waiter waiters[COUNT];
-    pthread_t threads[COUNT];
-    for (size_t i = 0; i < COUNT; i++) {
+    struct waiter waiters[CALLS];
+    pthread_t threads[CALLS];
+    for (size_t i = 0; i < CALLS; i++) {
         waiters[i] = (struct waiter){.pool = rig.pool, .arena = arena, .call = calls[i]};
         cr_assert_eq(pthread_create(&threads[i], NULL, run_waiter, &waiters[i]), 0);
     }
@@ -302,11 +303,11 @@ Test(pool_sleep, whoever_needs_memory_waits_for_the_wake_and_one_of_them_tells)
     while (told == 0)
         (void)sched_yield();
     nanosleep(&moment, NULL); /* in which those that do not wait would end */
-    for (size_t i = 0; i < COUNT; i++)
+    for (size_t i = 0; i < CALLS; i++)
         cr_assert_not(waiters[i].is_done, "call %zu did not wait", i);
     cr_assert_eq(told, 1);
     wake(rig.pool);
-    for (size_t i = 0; i < COUNT; i++)
+    for (size_t i = 0; i < CALLS; i++)
         cr_assert_eq(pthread_join(threads[i], NULL), 0);
     assert_numbered(block, 8 * PAGE, 1);
     give(rig.pool, block);
@@ -326,6 +327,54 @@ Test(pool_sleep, who_is_told_may_wake_the_pool)
         .struct_size = sizeof options, .on_wait = wake_up, .user = rig.pool};
     (void)put_to_sleep(rig.pool, &options);
     give(rig.pool, take(rig.pool, PAGE));
+}
+
+static bool is_interrupted(void *user)
+{
+    ++*(int *)user;
+    return true;
+}
+
+Test(pool_sleep, a_wait_that_is_interrupted_wakes_the_pool)
+{
+    int asked = 0;
+    AUTO_RIG rig = rig_open(64, NULL);
+    uint64_t *const block = take_numbered(rig.pool, 8 * PAGE, 1, 0);
+    cr_assert_eq(rebatch_pool_on_wait(rig.pool, is_interrupted, &asked), REBATCH_OK);
+    give(rig.pool, take(rig.pool, PAGE));
+    cr_assert_eq(asked, 0);
+    (void)put_to_sleep(rig.pool, NULL);
+    give(rig.pool, take(rig.pool, PAGE));
+    cr_assert_eq(asked, 1);
+    assert_numbered(block, 8 * PAGE, 1);
+    cr_assert_eq(rebatch_pool_on_wait(NULL, is_interrupted, &asked), REBATCH_E_INVALID);
+}
+
+Test(pool_sleep, a_wait_that_is_interrupted_and_cannot_wake_ends_with_a_status)
+{
+    int asked = 0;
+    AUTO_RIG rig = rig_open(256, NULL);
+    rebatch_arena *arena;
+    cr_assert_eq(rebatch_arena_create(&arena, rig.pool), REBATCH_OK);
+    cr_assert_eq(rebatch_arena_open(arena, NULL), REBATCH_OK);
+    uint64_t *const block = take_numbered(rig.pool, 8 * PAGE, 1, 0);
+    cr_assert_eq(rebatch_arena_lend(arena), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_on_wait(rig.pool, is_interrupted, &asked), REBATCH_OK);
+    (void)put_to_sleep(rig.pool, NULL);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, PAGE), REBATCH_OK);
+    for (size_t i = 0; i < CALLS; i++) {
+        struct waiter waiter = {.pool = rig.pool, .arena = arena};
+        cr_assert_eq(calls[i](&waiter), REBATCH_E_STATE, "call %zu", i);
+        cr_assert(strstr(rebatch_last_error(), "interrupted while the pool sleeps: the blocks in "
+                                               "use need "));
+        cr_assert_null(waiter.block);
+        assert_valid(rig.pool);
+    }
+    cr_assert_eq(asked, CALLS);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, 0), REBATCH_OK);
+    wake(rig.pool);
+    assert_numbered(block, 8 * PAGE, 1);
+    rebatch_arena_destroy(arena);
 }
 
 Test(pool_sleep, frees_and_what_gives_memory_back_work_meanwhile)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from conftest import load_standin
-from test_install import child, compiled  # noqa: F401, compiled is a fixture
+from test_install import child, compiled, run  # noqa: F401, compiled is a fixture
 
 BEGIN = (
     "import rebatch.torch as rebatch\n"
@@ -146,6 +146,49 @@ def test_an_allocation_waits_for_the_wake_and_says_so():
         "print(len(made), said().count('the call waits for rebatch.wake()'))\n"
     )
     assert child(script).splitlines() == ["True []", "1 1"]
+
+
+INTERRUPTED = BEGIN + (
+    "import os, signal, threading, time\n"
+    "model = torch.nn.Linear(1024, 1024, device='cuda')\n"
+    "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+    "train_step = rebatch.Step(model, optimizer, lambda model, x: model(x).mean())\n"
+    "x = torch.ones(8, 1024, device='cuda')\n"
+    "train_step(x)\n"
+    "def interrupt(call):\n"
+    "    done = train_step.report.step\n"
+    "    rebatch.sleep()\n"
+    "    rebatch.install(limit=limit)\n"
+    "    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    "    try:\n"
+    "        call()\n"
+    "        while True:\n"
+    "            time.sleep(1)\n"
+    "    except KeyboardInterrupt:\n"
+    "        print(rebatch.stats()['reserved_bytes'] > 0)\n"
+    "    rebatch.install(limit='512MiB')\n"
+    "    rebatch.wake()\n"
+    "    train_step(x)\n"
+    "    same = bool((moments.cpu() == torch.arange(8 * MIB)).all())\n"
+    "    print(same, train_step.report.step - done)\n"
+)
+
+
+@pytest.mark.parametrize("limit, is_awake", [("512MiB", True), ("32MiB", False)])
+def test_ctrl_c_ends_a_wait_with_a_wake_where_there_is_the_memory(limit, is_awake):
+    calls = (
+        "def make():\n"
+        "    try:\n"
+        "        tensor(MIB)\n"
+        "    except RuntimeError:\n"  # of PyTorch, and then the KeyboardInterrupt
+        "        pass\n"
+        "interrupt(lambda: train_step(x))\n"
+        "interrupt(make)\n"
+    )
+    result = run(f"{INTERRUPTED}limit = {limit!r}\n{calls}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [str(is_awake), "True 1"] * 2
+    assert result.stderr.count("the call waits for rebatch.wake()") == 2
 
 
 def test_a_wake_without_the_memory_may_be_repeated():

@@ -128,6 +128,14 @@ def test_a_training_sleeps_until_it_is_woken(start, tmp_path):
         assert process.poll() is None
 
 
+def test_ctrl_c_ends_a_training_that_sleeps(start, tmp_path):
+    path = tmp_path / "train.sock"
+    process = start(str(path))
+    assert ask(path, "sleep")[1] == 0
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == -signal.SIGINT
+
+
 def test_the_variable_makes_a_socket_that_top_lists(start, tmp_path):
     process = start(REBATCH_YIELD="1")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}

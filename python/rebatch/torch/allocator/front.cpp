@@ -14,6 +14,8 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -32,6 +34,14 @@
 #include "rebatch/rebatch.h"
 
 #define FRONT_API extern "C" __attribute__((visibility("default")))
+
+// Of the Python that has loaded this, where one has.
+extern "C" {
+__attribute__((weak)) int PyGILState_Ensure();
+__attribute__((weak)) void PyGILState_Release(int);
+__attribute__((weak)) int PyOS_InterruptOccurred();
+__attribute__((weak)) void PyErr_SetInterrupt();
+}
 
 namespace
 {
@@ -610,6 +620,19 @@ try {
 bool may_wait_for_gpu(void *)
 {
     return front->may_wait();
+}
+
+// Signals are the main thread's. To ask takes it back, so it comes again, when Python goes on.
+bool is_interrupted(void *)
+{
+    if (!PyOS_InterruptOccurred || syscall(SYS_gettid) != getpid())
+        return false;
+    const int state = PyGILState_Ensure();
+    const bool has_come = PyOS_InterruptOccurred();
+    if (has_come)
+        PyErr_SetInterrupt();
+    PyGILState_Release(state);
+    return has_come;
 }
 
 size_t native_bytes(int device)

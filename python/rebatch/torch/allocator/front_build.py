@@ -66,8 +66,8 @@ class Torch:
     def prebuilt_name(self) -> str:
         """The name of the library that a wheel has for it.
 
-        One library serves all versions of Python, as it uses nothing of Python, and all releases
-        of a minor version.
+        One library serves all versions of Python, as it needs none of its headers, and all
+        releases of a minor version.
         """
         major, minor = self.minor
         return f"front-torch{major}.{minor}-cu{self.cuda_major}.so"

@@ -105,6 +105,8 @@ rebatch_status limit_pool(int device)
 size_t release_native_cache(size_t wanted_bytes, void *user);
 // Whether the pool may wait for the GPU now, of front.cpp.
 bool may_wait_for_gpu(void *);
+// Whether Ctrl-C has come for a thread that waits for a wake, of front.cpp.
+bool is_interrupted(void *);
 
 void name_tags(Slot &slot, rebatch_pool *pool)
 {
@@ -135,6 +137,8 @@ rebatch_status open_locked(Slot &slot, int device)
         own.may_wait = may_wait_for_gpu;
         status = rebatch_pool_create(&pool, slot.device, &own);
     }
+    if (status == REBATCH_OK)
+        status = rebatch_pool_on_wait(pool, is_interrupted, nullptr);
     if (status == REBATCH_OK && floor_bytes)
         status = rebatch_pool_set_floor(pool, floor_bytes);
     if (status == REBATCH_OK)

@@ -62,8 +62,8 @@ def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
     Call it between two steps. The contents of all tensors are copied to pinned host memory, but
     for those that were allocated within `with rebatch.tag(name)` of a name in `keep` or `drop`.
     Until wake() only tensors of `keep` may be used. A step, a map and an allocation wait for
-    wake() in another thread, and say so once on stderr; freeing a tensor does not wait. A second
-    call puts more to sleep.
+    wake() in another thread, and say so once on stderr; freeing a tensor does not wait. Ctrl-C ends
+    the wait, with a wake where there is the memory. A second call puts more to sleep.
 
     It returns what was done, in bytes: `released_bytes` went back to the GPUs, `copied_bytes` of
     them were copied, `held_bytes` are still held, of which `kept_bytes` are in tensors of `keep`.
