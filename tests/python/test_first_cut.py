@@ -2,6 +2,7 @@
 the cut, is silent for one that does not, and leaves the training as it was."""
 
 import copy
+import gc
 import itertools
 import warnings
 
@@ -762,3 +763,24 @@ def test_a_comparison_leaves_slots_classes_and_objects_deep_in_objects():
             step(batch)
     assert slotted.seen == 3 * 16 and Meters.total == 6 * 16
     assert [meters.own.seen, meters.parts["loss"][0].seen] == [6 * 16, 6 * 16]
+
+
+def test_a_comparison_leaves_no_graph_of_autograd():
+    """A result that the backward pass does not come to, as what is logged, keeps itself."""
+
+    def nodes(model):
+        return [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+
+    def loss_fn(model, samples):
+        predicted = model(samples[0])
+        predicted.max()
+        for node in nodes(model):
+            node.metadata["of a pass"] = True
+        return ((predicted - samples[1]) ** 2).mean()
+
+    model, batch, _ = make("mlp")
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=8, growth=False)
+    for _ in range(5):
+        step(batch)
+    gc.collect()
+    assert not any("of a pass" in node.metadata for node in nodes(model))

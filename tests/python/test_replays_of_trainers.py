@@ -25,7 +25,6 @@ class Frozen(Rerun):
 
     step = None  # an adapter's object
     names = ()  # of its attributes
-    looks = False
 
     def record(self, body):
         then = {name: vars(self.step)[name] for name in self.names}
@@ -152,6 +151,7 @@ def capturing(monkeypatch):
             finally:
                 now[0] = False
 
+        captured.__self__ = body.__self__
         return record(self, captured)
 
     monkeypatch.setattr(Rerun, "record", recorded)

@@ -394,8 +394,10 @@ class _Comparison:
         return loss.detach(), self._gradients_of(loss) if has_graph else loss.new_zeros(1)
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is kept instead. A result that the backward pass does not come to, such as one that
+        is logged, would otherwise hold the node that keeps it, for ever."""
         self.is_16_bit |= tensor.dtype in _16_BIT
-        return tensor
+        return tensor.detach()
 
     def _gradients_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Numbers of them, in a fixed order."""
