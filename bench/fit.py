@@ -9,6 +9,8 @@ and what fit and its peers answer for them.
     python3 bench/fit.py compare truth.json fit.json --peers peers.json
     python3 bench/fit.py context --output context.json           # on a GPU, for cards.py
     python3 bench/fit.py compiled --gpu h100 --memory 4GiB -- PROGRAM [ARGUMENT]...
+    python3 bench/fit.py foreign predict --output fit.json       # of the programs in bench/foreign
+    python3 bench/fit.py foreign truth --near fit.json --output truth.json       # on a GPU
     torchrun --nproc-per-node 2 bench/fit.py ranks gpt2 ddp --room 3487563776 --sizes 10,11
 
 Each command's own --help and module in fit_parts say more."""
@@ -26,6 +28,7 @@ MODULES = {
     "context": "context",
     "compiled": "compiled",
     "ranks": "ranks",
+    "foreign": "foreign",
     "child": "child",
 }
 

@@ -10,7 +10,7 @@ import json
 import pathlib
 import statistics
 
-from fit_parts.models import HELD_OUT, MODELS
+from fit_parts.models import HELD_OUT
 
 GIB = 1 << 30
 NEAR = 0.03
@@ -74,7 +74,7 @@ def print_table(head, rows):
 def model_rows(truth, answers):
     """The sizes of a model by cap, the truth's and in brackets an answer that differs."""
     by_key = {key_of(row): row for row in answers}
-    for name in MODELS:
+    for name in dict.fromkeys(row["model"] for row in truth):
         for way in dict.fromkeys(row["way"] for row in truth):
             mine = [row for row in truth if (row["model"], row["way"]) == (name, way)]
             if mine:

@@ -15,6 +15,7 @@ a limit (`confirmed`). Sizes begin at those of --start, a file with `rows` as th
 else at what two small sizes predict. A row is written at once; a run that was cut goes on."""
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -180,9 +181,9 @@ def between(fits, size, low):
     return low, high
 
 
-def truth_row(tried, cap, start):
-    """The row of a cap."""
-    began, tries = time.perf_counter(), {}
+def truth_row(tried, cap, start, known=()):
+    """The row of a cap. `known` are tries that were made before, by size."""
+    began, tries = time.perf_counter(), dict(known)
 
     def fits(samples):
         if samples not in tries:
@@ -227,11 +228,11 @@ def work(name, way):
 class Child:
     """A process that measures one model in one way."""
 
-    def __init__(self, name, way, **environment):
+    def __init__(self, name, way, module="truth", **environment):
         self.name, self.way = name, way
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process = subprocess.Popen(
-            command("truth", "work", name, way),
+            command(module, "work", name, way),
             text=True,
             env={**os.environ, **environment},
             **pipes,
@@ -257,6 +258,21 @@ class Child:
         if self.process.returncode:
             yield {"error": f"exit {self.process.returncode}: {' | '.join(self.said[-3:])}"}
 
+    def go_on(self):
+        """A child that waits for a second turn has it."""
+        with contextlib.suppress(BrokenPipeError):  # killed
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    @contextlib.contextmanager
+    def killed_after(self, seconds):
+        timer = threading.Timer(max(seconds, 0), self.process.kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _line(self):
         """The next object that the child prints; libraries print other lines."""
         for line in self.process.stdout:
@@ -269,7 +285,7 @@ class Results:
     """The file, written whole after each row."""
 
     def __init__(self, path):
-        self.path = pathlib.Path(path)
+        self.path, self.lock = pathlib.Path(path), threading.Lock()
         self.content = {"rows": [], "confirmed": []}
         if self.path.exists():
             self.content.update(json.loads(self.path.read_text()))
@@ -298,10 +314,11 @@ class Results:
         )
 
     def add(self, rows, name, way, row):
-        rows.append({"model": name, "way": way, **row})
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.content, indent=1))
-        beside.replace(self.path)
+        with self.lock:
+            rows.append({"model": name, "way": way, **row})
+            beside = self.path.with_suffix(".part")
+            beside.write_text(json.dumps(self.content, indent=1))
+            beside.replace(self.path)
 
 
 def take_turns(jobs, ahead, deadline, make, run):
@@ -314,13 +331,9 @@ def take_turns(jobs, ahead, deadline, make, run):
             waiting.append((job, make(job)))
         job, child = waiting.pop(0)
         left = deadline - time.monotonic()
-        timer = threading.Timer(max(left, 0), child.process.kill)
-        timer.start()
-        try:
+        with child.killed_after(left):
             if left > 0:
                 run(job, child)
-        finally:
-            timer.cancel()
         if time.monotonic() >= deadline:
             for _, late in [(job, child), *waiting]:
                 late.process.kill()

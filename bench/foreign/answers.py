@@ -28,7 +28,11 @@ class Instructions(Dataset):
         labels[:question] = -100
         labels[end:] = -100
         tokens[end:] = 0
-        return {"input_ids": tokens, "labels": labels, "attention_mask": (torch.arange(LENGTH) < end).long()}
+        return {
+            "input_ids": tokens,
+            "labels": labels,
+            "attention_mask": (torch.arange(LENGTH) < end).long(),
+        }
 
 
 def loss_fn(model, samples):

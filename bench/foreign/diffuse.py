@@ -54,7 +54,9 @@ class Denoiser(nn.Module):
         super().__init__()
         embedding = 4 * width
         self.width = width
-        self.time = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.time = nn.Sequential(
+            nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding)
+        )
         self.label = nn.Embedding(CLASSES + 1, embedding)  # the last is "no class"
         self.first = nn.Conv2d(3, width, 3, padding=1)
         self.down1 = Block(width, width, embedding)
@@ -64,7 +66,9 @@ class Denoiser(nn.Module):
         self.up3 = Block(4 * width, 2 * width, embedding, attend=True)
         self.up2 = Block(4 * width, width, embedding, attend=True)
         self.up1 = Block(2 * width, width, embedding)
-        self.last = nn.Sequential(nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, 3, 3, padding=1))
+        self.last = nn.Sequential(
+            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, 3, 3, padding=1)
+        )
 
     def forward(self, x, times, labels):
         half = self.width // 2

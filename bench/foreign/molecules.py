@@ -4,7 +4,7 @@ import argparse
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 
 def molecule(index):
@@ -16,6 +16,17 @@ def molecule(index):
     edges = edges[:, edges[0] != edges[1]]
     lengths = torch.rand(edges.shape[1], generator=draw) * 5
     return kinds, edges, lengths, kinds.float().mean()
+
+
+class Molecules(Dataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return molecule(index % 4000)
 
 
 def collate(molecules):
@@ -81,8 +92,9 @@ def main():
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     torch.manual_seed(4)
-    data = [molecule(index % 4000) for index in range(args.batch * args.steps)]
-    loader = DataLoader(data, batch_size=args.batch, collate_fn=collate)
+    loader = DataLoader(
+        Molecules(args.batch * args.steps), batch_size=args.batch, collate_fn=collate
+    )
     model = Network().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=args.steps + 1)

@@ -104,7 +104,9 @@ def main():
         with torch.no_grad():
             seen = critic.eyes(frames)
         action, log_prob = actor(seen)
-        actor_loss = (alpha.exp().detach() * log_prob - torch.min(*critic(None, action, seen))).mean()
+        actor_loss = (
+            alpha.exp().detach() * log_prob - torch.min(*critic(None, action, seen))
+        ).mean()
         actor_opt.zero_grad()
         actor_loss.backward()
         actor_opt.step()

@@ -71,7 +71,7 @@ def main():
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     torch.manual_seed(2)
-    pairs = [pair(index) for index in range(args.batch * args.steps)]
+    pairs = [pair(index) for index in range(args.batch * min(args.steps, 4))]
     loader = torch.utils.data.DataLoader(pairs, batch_size=args.batch, collate_fn=collate)
     model = Translator().cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)

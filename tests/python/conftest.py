@@ -2,6 +2,7 @@
 
 import gc
 import os
+import textwrap
 
 import pytest
 import torch
@@ -9,6 +10,18 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Writes a program's file, and returns its path."""
+
+    def write(*parts):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent("".join(parts)))
+        return str(path)
+
+    return write
 
 
 def pytest_collection_finish():

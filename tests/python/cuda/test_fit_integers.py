@@ -132,6 +132,20 @@ def test_packed_sequences_keep_the_sizes_of_their_lengths():
     assert back.shape == (4, 6, 8) and lengths.tolist() == LENGTHS.tolist()
 
 
+@pytest.mark.parametrize("counts", [torch.tensor([3, 1, 2, 1]), (3, 1, 2, 1)])
+def test_ctc_takes_its_size_from_lengths_of_the_host(counts):
+    def loss(scores, words, frames, counts):
+        return torch._ctc_loss(scores.log_softmax(-1), words, frames, counts)
+
+    scores, words = torch.randn(6, 4, 9), torch.randint(1, 9, (4, 3))
+    expected = loss(scores, words, LENGTHS.tolist(), list(counts))
+    if isinstance(counts, torch.Tensor):
+        found = loss(scores.cuda(), words.cuda(), LENGTHS.cuda(), counts.cuda())
+    else:
+        found = loss(scores.cuda(), words.cuda(), LENGTHS.tolist(), counts)
+    assert [each.shape for each in found] == [each.shape for each in expected]
+
+
 # ---- what a kernel would decide ----
 
 SCORES = torch.zeros(6, 4)
@@ -144,6 +158,9 @@ REFUSED = {
     "unique": lambda scores: torch.unique(scores.argmax(-1)),
     "counts": lambda scores: torch.bincount(scores.argmax(-1)),
     "copies": lambda scores: torch.repeat_interleave(scores, scores[0].long().clamp(0)[:1]),
+    "ctc_loss": lambda scores: torch._ctc_loss(
+        scores[:, None], TOKENS.cuda()[:1], LENGTHS.cuda()[:1], scores.argmax(-1)[:1]
+    ),
     "random": lambda scores: torch.nonzero(torch.randint(2, (8,), device="cuda")),
     "written over": lambda scores: TOKENS.cuda().copy_(scores[:4, :1]).nonzero(),
     "written into": lambda scores: TOKENS.cuda().index_add_(0, *added(scores)).nonzero(),

@@ -46,9 +46,10 @@ class Growth:
 
 
 def _resized(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """The samples again and again. Floating-point ones are left empty, as by kernels."""
+    """Each sample several times, or some of them, in their order: lengths that are sorted stay so.
+    Floating-point ones are left empty, as by kernels."""
     if not tensor.is_floating_point():
-        order = torch.arange(size) % tensor.size(0)
+        order = torch.arange(size) * tensor.size(0) // size
         return tensor.cpu().index_select(0, order).to(tensor.device)
     new = tensor.new_empty if tensor.is_cuda else tensor.new_zeros
     result = new((size, *tensor.shape[1:]))

@@ -69,6 +69,8 @@ class Watch:
         self._wrap_module()
         self._wrap_loader()
         register_optimizer_step_post_hook(self._steps)
+        # Parameters of a distribution that kernels would compute are 0 here, and found invalid.
+        torch.distributions.Distribution.set_default_validate_args(False)
         integers.start()
         self._hook, sys.excepthook = sys.excepthook, self._raised
 
@@ -104,7 +106,7 @@ class Watch:
             self._try.calls(module, given)
         elif _trains(module):
             if self._scout:
-                self._scout.says(self._returned)
+                self._scout.says(0 if _has_step() else self._returned)
             self._begin(_common_size(given), module)
 
     def returns(self, loader: _Batches) -> None:
@@ -124,6 +126,7 @@ class Watch:
 
         def work(reply: Reply) -> None:
             self._scout = reply
+            os.environ.pop("REBATCH_FIT", None)  # a Step answers in the program's process
             raise GoOn
 
         try:

@@ -1,0 +1,57 @@
+"""For tests of `rebatch fit`: it runs, on the stand-in for CUDA, for programs that they write."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def fit(*arguments, **environment):
+    command = [sys.executable, "-m", "rebatch.fit", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def found(*arguments):
+    done = fit("--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["rows"]
+
+
+def on_standin(test):
+    has_cuda = torch.version.cuda is not None
+    return pytest.mark.night(pytest.mark.skipif(not has_cuda, reason="needs CUDA")(test))
+
+
+# About a quarter of a MiB of activations for each sample.
+MODEL = """
+import sys
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(64, 32768), torch.nn.ReLU(), torch.nn.Linear(32768, 16)
+).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def batch(n):
+    return torch.randn(n, 64), torch.randint(0, 16, (n,))
+
+
+def loss_fn(model, samples):
+    inputs, classes = samples
+    return F.cross_entropy(model(inputs.cuda()), classes.cuda())
+"""
+
+STEP = """
+import rebatch.torch as rebatch
+
+step = rebatch.Step(model, optimizer, loss_fn)
+for _ in range(3):
+    print(step(batch(int(sys.argv[1]))))
+"""

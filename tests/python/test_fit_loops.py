@@ -1,0 +1,206 @@
+"""rebatch fit on the stand-in for CUDA: programs without a Step, and whose batches come from a
+loader."""
+
+import sys
+
+import pytest
+from fitted import MODEL, STEP, fit, found, on_standin
+
+# Programs without a Step, which train for so long that only an end in their midst passes.
+LOADED = """
+samples = torch.utils.data.TensorDataset(*batch(1000))
+loader = torch.utils.data.DataLoader(samples, int(sys.argv[1]), num_workers=2, shuffle=True)
+for _ in range(1_000_000):
+    for inputs, classes in loader:
+        loss = F.cross_entropy(model(inputs.cuda()), classes.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+# Without a loader, after an evaluation, and with accumulated gradients.
+ACCUMULATED = """
+def drawn():
+    return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(int(sys.argv[1]))]
+
+
+with torch.no_grad():
+    loss_fn(model, batch(3))
+samples = drawn()
+for _ in range(1_000_000):
+    for _ in range(100_000):
+        loss = loss_fn(model, samples) / 100_000
+        samples = drawn()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+GAN = """
+maker = torch.nn.Linear(8, 64).cuda()
+adam = torch.optim.Adam(maker.parameters())
+for (inputs, _) in torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(*batch(1000)), int(sys.argv[1]), shuffle=True
+):
+    inputs = inputs.cuda()
+    n = len(inputs)
+    made = maker(torch.randn(n, 8, device="cuda"))
+    for images, kind in (inputs, 0), (made.detach(), 1):
+        classes = torch.full((n,), kind, device="cuda")
+        F.cross_entropy(model(images), classes).backward()
+    optimizer.step()
+    F.cross_entropy(model(made), torch.full((n,), 0, device="cuda")).backward()
+    adam.step()
+    optimizer.zero_grad()
+    adam.zero_grad()
+"""
+
+# Its size stands in a number, and it has no optimizer of torch.optim.
+RECURRENT = """
+n = int(sys.argv[1])
+text = torch.randint(0, 64, (500 * n,)).view(-1, n).cuda()
+words = torch.randn(64, 256).cuda()
+cell = torch.nn.LSTM(256, 256).cuda()
+carried = torch.zeros(1, n, 256, device="cuda"), torch.zeros(1, n, 256, device="cuda")
+for i in range(1_000_000):
+    part = text[8 * i % 400 :][:20]
+    hidden, carried = cell(words[part], carried)
+    F.cross_entropy(hidden.view(-1, 256), part.reshape(-1)).backward()
+    carried = tuple(each.detach() for each in carried)
+    for p in cell.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+"""
+
+
+@on_standin
+@pytest.mark.parametrize("loop", [LOADED, ACCUMULATED])
+def test_program_without_a_step_is_answered_as_with_one(program, loop):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [stepped] = found(*options, program(MODEL, STEP), "16")
+    [plain] = found(*options, program(MODEL, loop), "16")
+    assert plain["micro"] == pytest.approx(stepped["micro"], rel=0.01)
+    assert plain["peak_reserved_bytes"] == pytest.approx(stepped["peak_reserved_bytes"], rel=0.01)
+    for kind in "parameters", "gradients", "optimizer":
+        assert plain["held_bytes"][kind] == stepped["held_bytes"][kind]
+    assert ("16 in the program" in plain["remark"]) == (loop is ACCUMULATED)
+
+
+@on_standin
+def test_each_optimizer_of_a_program_is_waited_for(program):
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, GAN), "16")  # fmt: skip
+    assert row["micro"] > 50 and not row["remark"]
+    held = row["held_bytes"]
+    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+
+
+@on_standin
+def test_program_whose_batch_cannot_be_varied_is_answered_at_its_own(program):
+    done = fit("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+               program(MODEL, RECURRENT), "16")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "not tried" in done.stdout and "activations" in done.stdout
+    assert "The size of the batch could not be varied" in done.stdout
+
+
+@on_standin
+def test_size_is_varied_by_the_programs_argument(program):
+    options = ["--gpu", "h100", "--memory", "1GiB"]
+    path = program(MODEL, RECURRENT)
+    [row] = found(*options, "--batch", "16", "--", sys.executable, path, "{batch}")
+    assert row["micro"] > 100 and row["batch"] == row["micro"] and not row["remark"]
+    own = [sys.executable, path, str(row["micro"])]
+    [fits] = found(*options, "--", *own)
+    assert fits["remark"] and fits["peak_reserved_bytes"] == row["peak_reserved_bytes"]
+    own[-1] = str(row["next"])
+    assert fit(*options, "--", *own).returncode == 3
+
+
+TRAINER = """
+import sys
+import torch
+import transformers
+
+config = transformers.GPT2Config(vocab_size=500, n_positions=64, n_embd=64, n_layer=1, n_head=1)
+model = transformers.GPT2LMHeadModel(config)
+tokens = [{"input_ids": t, "labels": t} for t in torch.randint(0, 500, (100, 64))]
+options = dict(per_device_train_batch_size=int(sys.argv[1]), max_steps=1_000_000, report_to=[])
+arguments = transformers.TrainingArguments(sys.argv[2], disable_tqdm=True, **options)
+transformers.Trainer(model, arguments, train_dataset=tokens).train()
+"""
+
+
+@on_standin
+def test_loop_of_transformers_is_answered(program, tmp_path):
+    pytest.importorskip("transformers")
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable,
+                  program(TRAINER), "8", str(tmp_path))  # fmt: skip
+    assert row["micro"] > 100 and row["held_bytes"]["optimizer"] and not row["remark"]
+
+
+# The same batches as those of a loader, and a Step that takes them.
+LOADED_STEP = """
+import rebatch.torch as rebatch
+
+step = rebatch.Step(model, optimizer, loss_fn)
+samples = torch.utils.data.TensorDataset(*batch(1000))
+for _ in range(1_000_000):
+    for part in torch.utils.data.DataLoader(samples, int(sys.argv[1]), num_workers=2):
+        step(part)
+"""
+
+
+@on_standin
+def test_step_answers_also_where_a_loader_gives_its_batches(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [stepped] = found(*options, program(MODEL, STEP), "16")
+    [loaded] = found(*options, program(MODEL, LOADED_STEP), "16")
+    assert loaded["micro"] == stepped["micro"] and not loaded["remark"]
+
+
+# Lengths in decreasing order, as packed sequences need them, and shorter ones behind.
+SORTED = """
+words, cell = torch.nn.Embedding(100, 256).cuda(), torch.nn.GRU(256, 512).cuda()
+adam = torch.optim.Adam([*words.parameters(), *cell.parameters()])
+
+
+def drawn(samples):
+    lengths = torch.arange(len(samples), 0, -1) + 20
+    return torch.randint(0, 100, (len(samples), int(lengths.max()))), lengths
+
+
+for tokens, lengths in torch.utils.data.DataLoader(
+    range(1_000_000), int(sys.argv[1]), collate_fn=drawn
+):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(words(tokens.cuda()), lengths, True)
+    cell(packed)[0].data.float().mean().backward()
+    adam.step()
+    adam.zero_grad()
+"""
+
+
+@on_standin
+def test_samples_in_order_stay_so_in_a_batch_of_another_size(program):
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable,
+                  program(MODEL, SORTED), "16")  # fmt: skip
+    assert row["micro"] > 100 and not row["remark"]
+
+
+# Its spread is what a kernel computes; PyTorch refuses one of 0.
+DISTRIBUTION = """
+for _ in range(1_000_000):
+    samples = batch(int(sys.argv[1]))
+    mean, spread = model(samples[0].cuda()).chunk(2, dim=1)
+    normal = torch.distributions.Normal(mean, spread.exp())
+    (-normal.log_prob(normal.sample())).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+def test_distribution_of_what_kernels_compute_is_no_error(program):
+    [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
+                  program(MODEL, DISTRIBUTION), "16")  # fmt: skip
+    assert row["micro"] > 100
