@@ -37,6 +37,7 @@ class Rerun:
 
     made = 0  # captures of the test
     is_short = False  # of memory for replays
+    is_within = False  # what runs has the memory of graphs
 
     def claim(self):
         return not self.is_short
@@ -46,6 +47,13 @@ class Rerun:
 
     def give_back_rest(self):
         pass
+
+    def within(self, body):
+        Rerun.is_within = True
+        try:
+            return body()
+        finally:
+            Rerun.is_within = False
 
     def drop(self):
         pass
@@ -59,10 +67,10 @@ class Rerun:
         gc.collect()
         assert not stale_nodes(body.__self__._parameters)
         Rerun.made += 1
-        first = body()
+        first = self.within(body)
 
         def replay():  # which PyTorch does not know: .data has a version of its own
-            now = body()
+            now = self.within(body)
             first.loss.data.copy_(now.loss)
             for own, gradient in zip(first.gradients, now.gradients):
                 if own is not None:
@@ -170,6 +178,28 @@ def test_micro_batches_are_replayed_with_the_same_bits(kind, micro):
 
 def test_the_last_part_has_a_graph_too():
     assert both("gpt", 12, micro_start=6).replayed[-1] == 3
+
+
+@pytest.mark.parametrize("plan, most", (([12, 4] * 6, 0), (([12] * 20 + [4]) * 5, 3)))
+def test_the_last_part_needs_no_memory_beside_the_graph_of_the_others(plan, most, monkeypatch):
+    """But in its first three passes, where they come later. There each takes the graphs' memory."""
+    if models.DEVICE.type != "cpu":
+        pytest.skip("cuda/test_replays_gpu.py has a limit of memory")
+    monkeypatch.setattr(graphs_module, "_COMPARED_EVERY", 10)
+    runs, taken = models.Unseen(), models.Unseen(0)
+
+    def loss_fn(model, samples):
+        graphs = runs[0].step._training.callbacks.graphs
+        if torch.is_grad_enabled() and graphs._held and not Rerun.is_within:
+            taken[0] += 1
+            graphs.ran_out()
+        return ((model(samples[0]) - samples[1]) ** 2).mean()
+
+    runs.append(Run("mlp", True, loss_fn=loss_fn, micro_start=12))
+    for samples in plan:
+        runs[0].steps(1, samples)
+    assert taken[0] == most
+    assert runs[0].replayed[-2:] == [1, 1]
 
 
 def test_one_graph_is_kept_where_one_is_asked_for():

@@ -133,8 +133,13 @@ def begin_allocating(device: int, pool: Any) -> None:
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
 
 
+def begin_allocating_of_stream(device: int, pool: Any) -> None:
+    """The same for the current stream, in every thread, such as autograd's."""
+    torch._C._cuda_beginAllocateCurrentStreamToPool(device, pool)
+
+
 def end_allocating(device: int, pool: Any) -> None:
-    """The end of that. It is also what CUDAGraph.capture_end() leaves undone where CUDA has
+    """The end of either. It is also what CUDAGraph.capture_end() leaves undone where CUDA has
     invalidated the capture."""
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)

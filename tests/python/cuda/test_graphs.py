@@ -26,6 +26,27 @@ SCRIPT = (
     "train(eager, eager.parameters())\n"
     "train(graphs, model.parameters())\n"
 )
+WITHIN = (
+    "from rebatch.torch.graphs.recorder import Recorder\n"
+    "recorder, pool = Recorder(torch.device('cuda', 0)), torch.cuda.MemPool()\n"
+    "recorder._pool = pool.id  # as of a graph that is held\n"
+    "weight = torch.zeros(256, 256, device='cuda', requires_grad=True)\n"
+    "def body():\n"
+    "    x = torch.empty(4096, 256, device='cuda')\n"
+    "    ((x @ weight).relu() @ weight).sum().backward()\n"
+    "    gradient, weight.grad = weight.grad, None\n"
+    "    return gradient\n"
+    "held = []\n"
+    "for _ in range(3):\n"
+    "    recorder.within(body)\n"
+    "    torch.cuda.empty_cache()\n"
+    "    held.append(torch.cuda.memory_reserved())\n"
+    "gradient = recorder.within(body)\n"
+    "(place,) = [s for s in torch.cuda.memory_snapshot()\n"
+    "    if s['address'] <= gradient.data_ptr() < s['address'] + s['total_size']]\n"
+    "assert len(set(held)) == 1 and place['segment_pool_id'] == pool.id\n"
+    "print('same')\n"
+)
 SAME_RESULT = (
     "for p, q in zip(eager.parameters(), model.parameters()):\n"
     "    assert torch.allclose(p, q, rtol=1e-3, atol=1e-5)\n"
@@ -95,3 +116,8 @@ def test_replays_move_generators_on_also_after_a_capture_that_failed(install):
     fail = "tensor.sum().item()" if load_standin() is None else END
     lines = said(run(install + DRAWS.replace("FAIL", fail))).splitlines()
     assert lines == ["failed 0 0", "failed 4 4", "8 8", "12 12", "16 16", "20 20", "24 24"]
+
+
+def test_passes_within_the_memory_of_graphs_need_no_other():
+    """Also autograd's, of another thread."""
+    assert "same" in said(run(WITHIN))

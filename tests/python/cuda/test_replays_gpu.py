@@ -98,6 +98,34 @@ def test_dropping_gives_the_memory_back():
     assert torch.cuda.memory_reserved() < held
 
 
+def test_the_last_part_is_captured_in_the_memory_of_the_others():
+    """Each sample needs 64 MiB of activations, and the limit has no room for the graph of six and
+    an eager pass of four."""
+
+    def loss_fn(model, samples):
+        x = samples[0].repeat(1, 32)[:, None].expand(-1, 4096, -1)
+        return ((model(x).mean((1, 2)) - samples[1]) ** 2).mean()
+
+    def run(graphs):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(256, 256), torch.nn.GELU()] * 8
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        model = torch.nn.Sequential(*layers)
+        return Run("mlp", graphs, loss_fn=loss_fn, model=model, micro_start=6).steps(12)
+
+    expected = run(False).state()
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = 1.4 * torch.cuda.max_memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        found = run(True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found.replayed[-8:] == [3] * 8 and found.step.report.micro == 6
+    assert models.same_bits(found.state(), expected)
+
+
 def test_a_generator_of_the_program():
     states = []
     for graphs in (True, False):

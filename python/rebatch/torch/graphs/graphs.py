@@ -206,13 +206,17 @@ class Graphs:
         return result.loss, result.extras
 
     def _run_eagerly(self, eager: Eager) -> Result:
-        return Result(*eager(), taken(self._parameters))
+        """In the memory of the graphs that are held, so that nothing of it is to stay."""
+        loss, extras = self._recorder.within(eager) if self._held else eager()
+        return Result(loss, extras, taken(self._parameters))
 
     # ---- a capture ----
 
     def _capture(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
-        """After eager passes, whose results the first replay must have. None of these runs beside
-        the graph, which has as much memory as one of them."""
+        """After eager passes, whose results the first replay must have. None of these needs memory
+        beside the graphs, which have as much as the largest."""
+        if mb.length > max(self._counts.values(), default=0):
+            self._free()  # the others have room in the arena of the largest
         first, dtype = self._mark(eager)
         noise = self._noise(first, eager)
         before = live_bytes(self._device)
@@ -229,9 +233,13 @@ class Graphs:
             self._recorder.lend()
             return self._give(result)
         del result, mark, held
+        return self._refuse(f"a replay differs from an eager pass in {different}", eager)
+
+    def _refuse(self, why: str, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        """After a replay that differs."""
         self._put_back()
         self.drop()
-        self._turn_off(f"a replay differs from an eager pass in {different}")
+        self._turn_off(why)
         return eager()
 
     def _mark(self, eager: Eager) -> Tuple[Mark, torch.dtype]:
@@ -257,8 +265,6 @@ class Graphs:
 
     def _captured(self, mb: _MicroBatch, dtype: torch.dtype) -> Optional[Pass]:
         """None: it is told why."""
-        if mb.length > max(self._counts.values(), default=0):
-            self.drop()  # the others have room in the arena of the largest
         while len(self._held) >= self._most:
             self._evict()
         try:
@@ -305,30 +311,28 @@ class Graphs:
         self._held[mb.key], self._counts[mb.key] = held, mb.length
 
     def _compare(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
-        """With an eager pass, whose results count. A graph that is as near as two eager passes are
-        is captured and proved anew."""
+        """With an eager pass. A graph that is as near as two eager passes are is captured and
+        proved anew."""
         if not self._is_exact:
             self.drop()
             return eager()
         self._last_compared = self._steps
+        first, _ = self._mark(eager)
         if not self._recorder.claim():
             self.ran_out()
             return eager()
         result = self._held[mb.key].replay(mb.tensors, mb.length)
-        replayed = Mark(self._running, result)
+        different = first.difference(Mark(self._running, result))
         self._recorder.lend()
-        self._put_back()
-        first = self._run_eagerly(eager)
-        different = replayed.difference(Mark(self._running, first))
-        if different:
-            self.drop()
-            self._turn_off(
-                f"a replay differs from an eager pass in {different}, and did not when it was "
-                f"captured: something that {self._running.program.loss_name} reads is another "
-                "since, in steps that have run"
-            )
-        put(self._parameters, first.gradients)
-        return first.loss, first.extras
+        if not different:
+            return self._give(result)
+        del result
+        why = (
+            f"a replay differs from an eager pass in {different}, and did not when it was "
+            f"captured: something that {self._running.program.loss_name} reads is another "
+            "since, in steps that have run"
+        )
+        return self._refuse(why, eager)
 
     # ---- memory ----
 
@@ -337,7 +341,7 @@ class Graphs:
         if self._held or self._recorder:
             self._wait(_WAIT << self._ooms)
             self._ooms += 1
-        self.drop()
+        self._free()
 
     def _wait(self, steps: int) -> None:
         self._wait_until = self._steps + min(steps, _LONGEST_WAIT)
@@ -347,13 +351,17 @@ class Graphs:
         del self._held[key], self._counts[key]
         self._evicted += 1
         if not self._held:
-            self.drop()
+            self._free()
 
     def drop(self) -> None:
+        """The passes are others from now on, or are to be proved anew."""
+        self._runs.clear()
+        self._free()
+
+    def _free(self) -> None:
         if self._held or self._recorder:
             self._held.clear()
             self._counts.clear()
-            self._runs.clear()
             recorder, self._recorder, self._reads = self._recorder, None, None
             self._is_exact, self.lends = True, False
             recorder.drop()

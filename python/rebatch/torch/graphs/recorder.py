@@ -15,6 +15,7 @@ from rebatch._library import Error, Status
 from rebatch.torch.allocator.arenas import Arena
 from rebatch.torch.allocator.install import installed
 from rebatch.torch.private import (
+    begin_allocating_of_stream,
     clear_cublas_workspaces,
     end_allocating,
     get_device_index,
@@ -93,27 +94,47 @@ class Recorder:
             return self._record(body)
 
     def _record(self, body: Callable[[], Any]) -> "Recording":
+        graph = torch.cuda.CUDAGraph()
+        with self._apart(), self._cleaned_up(graph):
+            for generator in self._generators:
+                register_generator(graph, generator)
+            # Other threads may pin memory, or ask for events, meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            result = body()
+            graph.capture_end()
+        return Recording(graph, result)
+
+    def within(self, body: Callable[[], Any]) -> Any:
+        """Run it, in memory of its graphs that holds nothing between replays: what it leaves there
+        is the next replay's. A lent arena serves everybody already."""
+        if self._arena:
+            return body()
+        index = get_device_index(self._device)
+        with _one_at_a_time, self._apart():
+            begin_allocating_of_stream(index, self._pool)
+            try:
+                return body()
+            finally:
+                end_allocating(index, self._pool)
+                _stream_of(self._device).synchronize()  # also where it has failed
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """On the stream of captures. What is cached has been given back."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # nodes of earlier graphs of autograd belong to another stream
         torch.clear_autocast_cache()
         clear_cublas_workspaces()  # those of the capture are to be in the arena
         torch.cuda.empty_cache()
-        graph, stream = torch.cuda.CUDAGraph(), _stream_of(self._device)
-        current = torch.cuda.current_stream(self._device)
+        stream, current = _stream_of(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         try:
-            with torch.cuda.stream(stream), self._cleaned_up(graph):
-                for generator in self._generators:
-                    register_generator(graph, generator)
-                # Other threads may pin memory, or ask for events, meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                result = body()
-                graph.capture_end()
+            with torch.cuda.stream(stream):
+                yield
         finally:
             torch.clear_autocast_cache()  # what is in it has not been computed
             clear_cublas_workspaces()
         current.wait_stream(stream)
-        return Recording(graph, result)
 
     @contextlib.contextmanager
     def _cleaned_up(self, graph: Any) -> Iterator[None]:
