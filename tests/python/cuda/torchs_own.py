@@ -5,10 +5,9 @@
 FOLDER is the folder `test` of PyTorch's sources, best of the release that is installed (else a test
 of it may fail natively; those are counted and left out). It needs a GPU, pytest-xdist,
 pytest-timeout and expecttest. Both sides run beside each other, each test in one of several worker
-processes. A worker that crashes, or whose test takes too long, counts as the crash of that test,
-and another one goes on. What ran out of memory natively, and then what passes natively alone, runs
-once more with less beside it. OUT.json has the counts, and what passes natively and does not pass
-after install().
+processes. A worker that crashes counts as the crash of its test, and another one goes on. What ran
+out of memory natively, and then what passes natively alone, runs once more with less beside it.
+OUT.json has the counts, and what passes natively and does not pass after install().
 
 The file is also the plugin of pytest that installs, and that records what each test did.
 """
@@ -32,8 +31,8 @@ ONE_TEST_SECONDS = 60
 # In the order of worth; the parts of the second run at the same time.
 PARTS = {
     "default": (
-        "test_cuda.py test_cuda_trace.py test_cuda_sanitizer.py test_multiprocessing.py "
-        "test_autograd.py test_nn.py nn test_optim.py test_torch.py test_indexing.py",
+        "test_cuda.py test_cuda_trace.py test_cuda_sanitizer.py test_autograd.py test_nn.py nn "
+        "test_optim.py test_torch.py test_indexing.py test_multiprocessing.py",
         {},
         3,  # of four workers
     ),
@@ -121,7 +120,7 @@ class Run:
         command += ["--noconftest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"]
         command += ["-k", "cuda", "-n", str(workers), "--maxschedchunk", "1"]
         command += ["--max-worker-restart", "1000", "--continue-on-collection-errors"]
-        command += ["--timeout", str(ONE_TEST_SECONDS), "--timeout-method", "thread"]
+        command += ["--timeout", str(ONE_TEST_SECONDS), "--timeout-method", "signal"]
         command += tests or [file for file in files.split() if (folder / file).exists()]
         environment = {
             **os.environ,
