@@ -461,7 +461,7 @@ class Front final : public Forward
             (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
         if (C10_UNLIKELY(c10::memoryProfilingEnabled()) && pointer)
             tell_profiler_of(device, pointer);
-        if (C10_UNLIKELY(history.is_on()) && pointer)
+        if (C10_UNLIKELY(history_is_on.load(std::memory_order_relaxed)) && pointer)
             history.allocated(device, pointer, bytes, stream);
         return pointer;
     }

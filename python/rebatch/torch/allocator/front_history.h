@@ -27,17 +27,13 @@ using c10::DeviceIndex;
 using native::RecordContext;
 using native::TraceEntry;
 
+std::atomic<bool> history_is_on{false};                 // all that costs without a history
 thread_local std::vector<std::string> compile_contexts; // of torch.compile
 
 class History
 {
   public:
     using Context = std::shared_ptr<c10::GatheredContext>;
-
-    bool is_on() const
-    {
-        return on_.load(std::memory_order_relaxed);
-    }
 
     void set(bool on, native::CreateContextFn recorder, size_t most, RecordContext when, bool clear,
              const std::vector<std::string> &skip)
@@ -51,7 +47,7 @@ class History
             latest_.clear();
         if (!on)
             live_.clear();
-        on_ = on;
+        history_is_on = on;
     }
 
     C10_NOINLINE void allocated(DeviceIndex device, void *pointer, size_t bytes,
@@ -59,6 +55,8 @@ class History
     try {
         Block block{bytes, stream, gather(RecordContext::STATE)};
         std::lock_guard<std::mutex> hold(lock_);
+        if (!history_is_on)
+            return; // since a moment ago
         record(TraceEntry::ALLOC, "alloc", device, pointer, block);
         live_[pointer] = std::move(block);
     } catch (...) {
@@ -70,7 +68,7 @@ class History
         std::lock_guard<std::mutex> hold(lock_);
         const auto found = live_.find(pointer);
         if (found == live_.end())
-            return; // older than the history
+            return; // older than the history, or that is over
         Block block = std::move(found->second);
         live_.erase(found);
         if (context)
@@ -118,7 +116,7 @@ class History
     void record(TraceEntry::Action action, const char *name, DeviceIndex device, void *pointer,
                 const Block &block)
     {
-        if (!is_on() || std::find(skip_.begin(), skip_.end(), name) != skip_.end())
+        if (std::find(skip_.begin(), skip_.end(), name) != skip_.end())
             return;
         latest_.emplace_back(action, device, reinterpret_cast<size_t>(pointer), block.bytes,
                              block.stream, c10::cuda::MempoolId_t{0, 0}, 0,
@@ -129,7 +127,6 @@ class History
             latest_.pop_front();
     }
 
-    std::atomic<bool> on_{false};
     std::atomic<native::CreateContextFn> recorder_{nullptr};
     std::atomic<RecordContext> when_{RecordContext::NEVER};
     std::mutex lock_; // of all below

@@ -240,7 +240,7 @@ try {
         (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
     if (C10_UNLIKELY(c10::memoryProfilingEnabled()))
         tell_profiler_of_free(device, pointer);
-    if (C10_UNLIKELY(history.is_on()))
+    if (C10_UNLIKELY(history_is_on.load(std::memory_order_relaxed)))
         history.freed(static_cast<DeviceIndex>(device), pointer);
     rebatch_pool *const pool = slots[device].pool.load(std::memory_order_acquire);
     const bool is_routed = C10_UNLIKELY(route_count.load(std::memory_order_relaxed) != 0);
