@@ -27,6 +27,8 @@ def test_what_sleeps_is_others_and_comes_back():
         "early = getattr(ctypes.CDLL('libcuda.so.1'), 'standin_early_unmaps', lambda restart: 0)\n"
         "before = free()\n"
         "moments.add_(0)\n"
+        "spare = tensor(64 * MIB)\n"
+        "del spare\n"
         "early(True)\n"
         "slept = rebatch.sleep(keep=('weights',), drop=('cache',))\n"
         "print(slept['released_bytes'] // MIB, slept['copied_bytes'] // MIB,\n"
@@ -40,7 +42,7 @@ def test_what_sleeps_is_others_and_comes_back():
     )
     lines = child(script).splitlines()
     released, copied, held, kept, gained = map(int, lines[0].split())
-    assert (copied, kept) == (32, 16) and released >= 96 and held <= 20
+    assert (copied, kept) == (32, 16) and released >= 160 and held <= 20
     assert gained >= 96 or load_standin() is None  # other processes use a real GPU
     assert lines[1:] == [str(sum(range(4 << 20))), "True True", "False 0"]
 

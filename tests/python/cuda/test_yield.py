@@ -12,8 +12,10 @@ import pytest
 
 import rebatch
 import rebatch.torch
+from conftest import load_standin
 from rebatch.torch.session.report import NUMBERS
 
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMAND = pathlib.Path(rebatch.__file__).parent / "rebatch"
 MIB = 1 << 20
 TRAINING = """
@@ -163,3 +165,107 @@ def test_it_needs_the_pool():
     code = "import rebatch.torch as rebatch; rebatch.yield_to()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "call rebatch.torch.install() first" in done.stderr or "there is no GPU" in done.stderr
+
+
+# ---- two processes on one GPU: what one gives the other takes ----
+
+NEIGHBOUR = """
+import sys, torch
+held = []
+def take(mib):
+    try:
+        held.append(torch.empty(mib << 20, dtype=torch.uint8, device="cuda"))
+        return True
+    except RuntimeError:
+        return False
+for line in sys.stdin:
+    word, mib = line.split()
+    if word == "take":
+        print(take(int(mib)), flush=True)
+    elif word == "fill":
+        while take(2):
+            pass
+        print(True, flush=True)
+    else:
+        held.pop(0)
+        print(True, flush=True)
+"""
+on_standin = pytest.mark.skipif(load_standin() is None, reason="a real GPU has other users")
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """The environment of processes that share a GPU."""
+    return {"STANDIN_SHARED": str(tmp_path / "gpu"), "STANDIN_MEMORY": str(256 << 20)}
+
+
+class Neighbour:
+    def __init__(self, environment):
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", NEIGHBOUR],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            env={**os.environ, **environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
+
+    def __call__(self, word, mib=0):
+        print(word, mib, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline() == "True\n"
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def neighbour(shared):
+    made = Neighbour(shared)
+    yield made
+    made.kill()
+
+
+@on_standin
+def test_a_neighbour_takes_what_sleeps_and_a_wake_into_less_grows_back(
+    start, shared, neighbour, tmp_path
+):
+    path = tmp_path / "train.sock"
+    process = start(str(path), **shared)
+    assert not neighbour("take", 160)
+    assert ask(path, "sleep")[1] == 0
+    assert neighbour("take", 60) and neighbour("take", 100) and neighbour("fill")
+    answer, code = ask(path, "wake")
+    assert code == 1 and answer.startswith("no: the blocks in use need "), answer
+    assert status_of(path)["state"] == "asleep"
+    assert neighbour("free")
+    answer, code = ask(path, "wake")
+    assert code == 0, answer
+    wait_for(process, lambda micro, is_short: micro <= 16 and is_short)
+    neighbour.kill()
+    wait_for(process, lambda micro, _: micro == 32)
+
+
+@on_standin
+def test_a_training_that_is_killed_asleep_leaves_nothing(start, shared, neighbour, tmp_path):
+    path = tmp_path / "train.sock"
+    process = start(str(path), **shared)
+    assert ask(path, "sleep")[1] == 0
+    assert neighbour("take", 100)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert neighbour("take", 140)
+    answer, code = ask(path, "wake")
+    assert code == 1 and "its process has ended, so the socket is removed" in answer
+    assert not path.exists()
+
+
+def test_the_example_of_a_server_has_its_memory_while_the_trainer_sleeps(shared):
+    command = [sys.executable, str(ROOT / "examples" / "python" / "beside_server.py")]
+    environment = {**os.environ, **shared}
+    done = subprocess.run(
+        [*command, "--cache", "160"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    gave = [int(line.split("gave ")[1].split()[0]) for line in done.stdout.splitlines()]
+    assert len(gave) == 3 and min(gave[1:]) > 100

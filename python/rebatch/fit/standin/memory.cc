@@ -2,11 +2,13 @@
  * addresses, pinned memory. Must not know streams. */
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <initializer_list>
 #include <map>
 #include <mutex>
@@ -41,11 +43,20 @@ struct mapping {
     unsigned long long physical;
 };
 
+/* What a process uses. Those with the same STANDIN_SHARED see each other's in that file. */
+struct tenant {
+    std::atomic<int> process; /* 0: nobody */
+    std::atomic<size_t> used[GPUS_MOST];
+};
+const int TENANTS = 16;
+
 struct state {
     std::mutex lock;
     size_t total[GPUS_MOST];
     size_t limit[GPUS_MOST]; /* what this process may use; the rest is as if another used it */
-    size_t used[GPUS_MOST];
+    tenant alone = {};
+    tenant *tenants = nullptr; /* NULL: this one is alone */
+    std::atomic<size_t> *used = alone.used;
     size_t peak[GPUS_MOST]; /* of `used` */
     size_t host_bytes;      /* that can still be mapped beside that of a GPU */
     size_t allocations = 0;
@@ -73,8 +84,43 @@ struct state {
         for (int gpu = 0; gpu < GPUS_MOST; gpu++) {
             total[gpu] = bytes;
             limit[gpu] = limit_bytes;
-            used[gpu] = peak[gpu] = 0;
+            peak[gpu] = 0;
         }
+        if (const char *path = getenv("STANDIN_SHARED"))
+            join(path);
+    }
+
+    void join(const char *path)
+    {
+        const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        const size_t bytes = TENANTS * sizeof *tenants;
+        if (fd < 0 || ftruncate(fd, (off_t)bytes))
+            abort();
+        tenants = (tenant *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        close(fd);
+        for (int i = 0; i < TENANTS && used == alone.used; i++) {
+            int process = tenants[i].process;
+            if ((!process || !is_alive(process)) &&
+                tenants[i].process.compare_exchange_strong(process, getpid()))
+                used = tenants[i].used;
+        }
+        for (int gpu = 0; gpu < GPUS_MOST; gpu++)
+            used[gpu] = 0;
+    }
+
+    /* What all use, this process too. */
+    size_t taken(int gpu) const
+    {
+        size_t bytes = used[gpu];
+        for (int i = 0; tenants && i < TENANTS; i++)
+            if (tenants[i].used != used && tenants[i].process && is_alive(tenants[i].process))
+                bytes += tenants[i].used[gpu];
+        return bytes;
+    }
+
+    static bool is_alive(int process)
+    {
+        return kill(process, 0) == 0 || errno == EPERM;
     }
 };
 
@@ -114,7 +160,8 @@ bool take(state &s, size_t bytes, int gpu)
         s.host_bytes -= bytes;
         return true;
     }
-    if (must_fail(s) || s.used[gpu] > s.limit[gpu] || bytes > s.limit[gpu] - s.used[gpu])
+    const size_t taken = s.taken(gpu);
+    if (must_fail(s) || taken > s.limit[gpu] || bytes > s.limit[gpu] - taken)
         return false;
     s.used[gpu] += bytes;
     if (s.used[gpu] > s.peak[gpu])
@@ -279,7 +326,8 @@ void memory_info(size_t *free_bytes, size_t *total_bytes, int gpu)
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     *total_bytes = s.total[gpu];
-    *free_bytes = s.limit[gpu] > s.used[gpu] ? s.limit[gpu] - s.used[gpu] : 0;
+    const size_t taken = s.taken(gpu);
+    *free_bytes = s.limit[gpu] > taken ? s.limit[gpu] - taken : 0;
 }
 
 owner owner_of(const void *address)
@@ -512,7 +560,7 @@ STANDIN_API size_t standin_used(size_t gpu)
 {
     auto &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
-    return is_gpu((int)gpu) ? s.used[gpu] : 0;
+    return is_gpu((int)gpu) ? s.used[gpu].load() : 0;
 }
 
 /* The most that was in use at once, since `restart`. */

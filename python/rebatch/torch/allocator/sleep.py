@@ -82,7 +82,6 @@ def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
     """
     pools = list(_pools().values())
     chosen = [(_numbers(pool, "keep", keep), _numbers(pool, "drop", drop)) for pool in pools]
-    torch.cuda.empty_cache()  # of PyTorch's own allocator
     total = dict.fromkeys((field[0] for field in _library.SleepReport._fields_), 0)
     slept: set[int] = set()
     for pool, (kept, dropped) in zip(pools, chosen):
@@ -100,6 +99,7 @@ def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
         for name in total:
             total[name] += getattr(report, name)
     _asleep.update(slept)
+    torch.cuda.empty_cache()  # of PyTorch's own allocator
     total["native_bytes"] = install.front().rebatch_torch_native_bytes()
     return total
 
