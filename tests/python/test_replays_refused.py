@@ -64,9 +64,30 @@ def test_what_a_replay_would_leave_out_is_named_once_and_the_results_are_the_sam
         run = Run("mlp", graphs, loss_fn=make_loss(), micro_start=8)
         said = told(run)
         assert len(said) == graphs and all(named in text for text in said), said
+        of_random = "expected random numbers of a generator on the GPU"
+        assert all((of_random in text) is (named == "random") for text in said)
         assert set(run.replayed) == {0}
         states.append(run.state())
     assert same_bits(*states)
+
+
+def test_a_search_for_anomalies_is_told():
+    run = Run("mlp", True)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        said = told(run)
+    assert len(said) == 1 and "expected torch.autograd.set_detect_anomaly(False)" in said[0]
+    assert set(run.replayed) == {0} and run.steps(1).replayed[-1] == 1
+
+
+def test_memory_that_runs_out_again_and_again_beside_graphs_is_told(recorder):  # noqa: F811
+    if models.DEVICE.type != "cpu":
+        pytest.skip("the recorder of a CPU fails on request")
+    text = "CUDA out of memory. Tried to allocate 2.00 MiB."
+    recorder += [torch.OutOfMemoryError(text) for _ in range(4)]
+    run = Run("mlp", True, micro_start=8)
+    (said,) = told(run, 70)
+    assert "memory ran out 4 times beside the graphs" in said and "micro_largest" in said
+    assert run.replayed[-1] == 2
 
 
 def test_checks_are_no_steps_that_are_looked_at():

@@ -1,10 +1,12 @@
 """CUDA graphs of torch.compile(mode="reduce-overhead"), whose results the next run overwrites."""
 
 import pytest
+import torch
 
 from conftest import load_standin
 from test_install import run, said
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 SCRIPT = (
     "import copy\n"
     "from rebatch.torch import Step\n"
@@ -121,3 +123,33 @@ def test_replays_move_generators_on_also_after_a_capture_that_failed(install):
 def test_passes_within_the_memory_of_graphs_need_no_other():
     """Also autograd's, of another thread."""
     assert "same" in said(run(WITHIN))
+
+
+CHECKPOINT = """
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from rebatch.torch.graphs.recorder import Recorder
+device = torch.device("cuda", 0)
+blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).to(device) for _ in range(3)]
+def offset():
+    return torch.cuda.default_generators[0].get_offset()
+for use_reentrant in (False, True):
+    def body():
+        x = torch.ones(32, 64, device=device, requires_grad=True)
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        x.sum().backward()
+    begin = offset()
+    body()
+    eager = offset() - begin
+    graph = Recorder(device).record(body)
+    for _ in range(2):
+        begin = offset()
+        graph.replay()
+        print(eager == offset() - begin > 0)
+"""
+
+
+@pytest.mark.skipif(VERSION < (2, 10), reason="PyTorch captures no state of a generator")
+def test_a_pass_that_is_recomputed_in_a_capture_moves_generators_as_an_eager_one():
+    assert said(run(CHECKPOINT)).split() == ["True"] * 4

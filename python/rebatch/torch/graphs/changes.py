@@ -7,7 +7,7 @@ what a pass changes and puts back itself."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -86,6 +86,7 @@ class Changes:
         self._passes = 0
         self._before: Optional[_Marks] = None
         self._names: Dict[str, None] = {}
+        self._generators: Set[str] = set()  # of these, those of the host
 
     def before(self) -> None:
         """An eager pass runs."""
@@ -106,6 +107,7 @@ class Changes:
         for name, state in before.generators.items():
             if not is_same_state(now.generators[name], state):
                 self._names[name] = None
+                self._generators.add(name)
 
     @property
     def are_known(self) -> bool:
@@ -115,3 +117,9 @@ class Changes:
     def names(self) -> List[str]:
         """Of what passes have changed, as users write them."""
         return list(self._names)
+
+    def expected(self) -> str:
+        """What a program may have instead."""
+        if self._generators.issuperset(self._names):
+            return "random numbers of a generator on the GPU"
+        return "a tensor on the GPU that changes in place, or a value that is returned with the loss"

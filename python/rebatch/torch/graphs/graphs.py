@@ -32,6 +32,8 @@ _PLANNED = 3
 _MOST_SHAPES, _MOST_CHANGES = 64, 3
 # Steps without a capture after the first OOM; twice as many after each further one, and at most.
 _WAIT, _LONGEST_WAIT = 4, 512
+# Times that memory runs out before the program is told.
+_MOST_OOMS = 4
 # In what a capture raises before PyTorch 2.10.
 _READS_GENERATOR = "CUDAGeneratorImpl::current_seed"
 
@@ -78,6 +80,12 @@ class Graphs:
         self._looks = _LOOKS_OF_A_STEP
         if self.is_off:
             return
+        if self._ooms == _MOST_OOMS:
+            self._tell(
+                f"memory ran out {_MOST_OOMS} times beside the graphs, so few micro-batches are "
+                "replays: expected a smaller micro_largest, or rebatch.torch.install(), after "
+                "which graphs lend their memory"
+            )
         is_same = device == self._device and list(map(id, parameters)) == self._ids()
         self._device, self._parameters = device, list(parameters)
         if self._held and not is_same:
@@ -94,14 +102,15 @@ class Graphs:
 
     def _end_looks(self) -> None:
         assert self._changes is not None
-        names, self._changes = self._changes.names(), None
+        names, expected = self._changes.names(), self._changes.expected()
+        self._changes = None
         why = self._why_not()
         if names and not why:
             more = f" and {len(names) - 3} others" if len(names) > 3 else ""
             why = (
                 f"{self._running.program.loss_name} changes "
                 f"{', '.join(map(repr, names[:3]))}{more} in Python, which a replay would leave "
-                "out: expected tensors on the GPU that change in place"
+                f"out: expected {expected}"
             )
         if why:
             self._turn_off(why)
@@ -174,17 +183,20 @@ class Graphs:
             self._runs.clear()
             if not self._held:
                 self._tell(
-                    f"the first {_MOST_SHAPES} shapes of micro-batches were nearly all different, "
-                    "and one is captured when it has come again: expected lengths that are padded "
-                    "to a few"
+                    f"the first {_MOST_SHAPES} micro-batches nearly all differed in shapes, "
+                    "numbers or texts, and one is captured when it has come again: expected lengths "
+                    "that are padded to a few, and tensors for numbers that change"
                 )
-        return (
+        is_due = (
             self._changes is None
             and self._steps > self._wait_until
             and runs > _RUNS << min(self._evicted, 8)
             and not self._running.undo.is_looking
-            and not torch.is_anomaly_enabled()
         )
+        if is_due and torch.is_anomaly_enabled():  # which reads each gradient
+            self._tell("anomalies are looked for: expected torch.autograd.set_detect_anomaly(False)")
+            return False
+        return is_due
 
     def _replay(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         if self._steps - self._last_compared >= _COMPARED_EVERY:
