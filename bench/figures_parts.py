@@ -310,12 +310,26 @@ def fit(run):
     limits = "--seconds 300 --confirm 0"
     run.python(f"fit.py truth --models {models} {limits} --output {files[0]}")
     run.python(f"fit.py answers {files[0]} --output {files[1]}")
+    yield "fit", models.replace(",", ", "), compared(run, files)
+
+
+def compared(run, files):
+    """The cells of the two ways together."""
     [words] = words_of(
         run.python(f"fit.py compare {' '.join(files)}", has_words=True), "|", "fit,", "both", "|"
     )
     columns = ("rows", "exact", "within 3 %", "above the truth")
-    cells = dict(zip(columns, (f"{word:g}" for word in words[::2])))
-    yield "fit", models.replace(",", ", "), cells
+    return dict(zip(columns, (f"{word:g}" for word in words[::2])))
+
+
+@part("bench/fit.py bench/fit_parts bench/foreign python/rebatch/fit", gpus=1)
+def fit_foreign(run):
+    """Programs that were written before fit was tried on them."""
+    truth, answers = files = ["build/figures-foreign.json", "build/figures-foreign-fit.json"]
+    run.lines(f"rm -f {' '.join(files)}")
+    run.python(f"fit.py foreign predict --output {answers}")
+    run.python(f"fit.py foreign truth --near {answers} --output {truth}")
+    yield "fit", "foreign: eight programs", compared(run, files)
 
 
 @part("bench/gpt.c bench/gpt_torch.py kernels examples/gpt src", gpus=1)

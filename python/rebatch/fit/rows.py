@@ -52,6 +52,8 @@ class Search:
     def __init__(self, subject: Subject, installs: bool = False):
         self._subject, self._installs = subject, installs
         self._tried: dict[Request, Tried] = {}
+        # By level, the last row's size by what the line said: fragments are alike in all rooms.
+        self._found: dict[int, float] = {}
         self.libraries = 0  # that were used, in all tries
 
     def line(self, level: int = 0) -> Line:
@@ -75,7 +77,9 @@ class Search:
             tries[size] = self.tried(size, room, level)
             return tries[size].fits
 
-        low, high = largest_size(fits, sizes, sizes.at_most(line.meets(room)))
+        meets = line.meets(room)
+        low, high = largest_size(fits, sizes, sizes.at_most(meets * self._found.get(level, 1.0)))
+        self._found[level] = low / meets or 1.0 if meets > 0 else 1.0
         after = self.tried(high, UNLIMITED, level) if high else None
         count = len(tries) + bool(high)
         return self._row(room, level, tries.get(low), after, count)

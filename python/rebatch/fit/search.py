@@ -6,7 +6,7 @@ import dataclasses
 from typing import Callable
 
 # A size is searched to one in so many; the next larger one may fit too.
-_EXACT = 400
+_EXACT = 2000
 # Twice the samples need so much more: most of a peak is theirs.
 _STEEP = 1.5
 
