@@ -39,7 +39,7 @@ def same(a, b):
 
 
 def test_every_example_is_tested():
-    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(file.read_text() for file in Path(__file__).parent.rglob("test_*.py"))
     assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))
 
 
