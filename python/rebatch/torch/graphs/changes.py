@@ -122,4 +122,4 @@ class Changes:
         """What a program may have instead."""
         if self._generators.issuperset(self._names):
             return "random numbers of a generator on the GPU"
-        return "a tensor on the GPU that changes in place, or a value that is returned with the loss"
+        return "a tensor on the GPU that changes in place, or a value returned with the loss"

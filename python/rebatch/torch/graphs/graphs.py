@@ -184,8 +184,8 @@ class Graphs:
             if not self._held:
                 self._tell(
                     f"the first {_MOST_SHAPES} micro-batches nearly all differed in shapes, "
-                    "numbers or texts, and one is captured when it has come again: expected lengths "
-                    "that are padded to a few, and tensors for numbers that change"
+                    "numbers or texts, and one is captured when it has come again: expected "
+                    "lengths that are padded to a few, and tensors for numbers that change"
                 )
         is_due = (
             self._changes is None
@@ -194,7 +194,8 @@ class Graphs:
             and not self._running.undo.is_looking
         )
         if is_due and torch.is_anomaly_enabled():  # which reads each gradient
-            self._tell("anomalies are looked for: expected torch.autograd.set_detect_anomaly(False)")
+            expected = "torch.autograd.set_detect_anomaly(False)"
+            self._tell(f"anomalies are looked for: expected {expected}")
             return False
         return is_due
 
