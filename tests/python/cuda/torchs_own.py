@@ -26,7 +26,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 INSTALL, RECORD = "TORCHS_OWN_INSTALL", "TORCHS_OWN_RECORD"
 CACHED_BYTES = 1 << 30  # of one worker: more is given back after a test
-RERUN = 0.35  # of the time
+RERUN_SECONDS = 45  # at most, and at most a third of the time
 ONE_TEST_SECONDS = 60
 # In the order of worth; the parts of the second run at the same time.
 PARTS = {
@@ -118,6 +118,7 @@ class Run:
         self.record.write_text("")
         command = [sys.executable, "-m", "pytest", "-q", "-p", pathlib.Path(__file__).stem]
         command += ["--noconftest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"]
+        command += ["--assert", "plain"]  # quicker to load
         command += ["-k", "cuda", "-n", str(workers), "--maxschedchunk", "1"]
         command += ["--max-worker-restart", "1000", "--continue-on-collection-errors"]
         command += ["--timeout", str(ONE_TEST_SECONDS), "--timeout-method", "signal"]
@@ -189,12 +190,13 @@ def finish(runs, until):
 def compare(folder, work, seconds, workers):
     """A dictionary of what differs in each part, and the counts."""
     begin = time.monotonic()
+    rerun = min(RERUN_SECONDS, seconds / 3)
     everything = dict.fromkeys(PARTS)
     runs = [start(folder, work, install, workers, everything) for install in (False, True)]
-    native, installed = [finish(run, begin + (1 - RERUN) * seconds) for run in runs]
+    native, installed = [finish(run, begin + seconds - rerun) for run in runs]
     # What others on the GPU left no memory for.
     short = {part: [test for test in native[part] if is_oom(native[part][test])] for part in PARTS}
-    again = finish(start(folder, work, False, 2, short), begin + (1 - RERUN / 2) * seconds)
+    again = finish(start(folder, work, False, 2, short), begin + seconds - rerun / 2)
     for part in again:
         native[part].update(again[part])
     differ = {part: passes_only_in(native[part], installed[part]) for part in PARTS}
@@ -209,7 +211,7 @@ def compare(folder, work, seconds, workers):
             "installed": counts(installed[part]),
             "in one run alone": len(native[part].keys() ^ installed[part].keys()),
             "passes after install() alone": sorted(passes_only_in(installed[part], native[part])),
-            "differed once": sorted(test for test in kept if kept[test][0] == "passed"),
+            "differed once": {t: differ[part][t] for t in kept if kept[t][0] == "passed"},
             "differs": {test: found for test, found in kept.items() if found[0] != "passed"},
             "crashes": [run[part].crashes() for run in runs],
         }
