@@ -4,6 +4,7 @@ the cut, is silent for one that does not, and leaves the training as it was."""
 import copy
 import gc
 import itertools
+import threading
 import warnings
 
 import pytest
@@ -655,6 +656,31 @@ def test_beside_other_ranks_a_step_of_one_rank_compares_nothing(monkeypatch):
 
     step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
     assert warned(lambda: [step(batch) for _ in range(3)]) == [] and next(counts) == 12
+
+
+def test_beside_another_thread_that_trains_nothing_is_compared():
+    """A comparison sets switches of PyTorch, which are of all threads."""
+    has_trained, may_end = threading.Event(), threading.Event()
+
+    def train():
+        model, batch, loss_fn = make("mlp")
+        step = rebatch.Step(model, sgd(model), loss_fn)
+        step(batch)
+        has_trained.set()
+        may_end.wait()
+        step(batch)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    has_trained.wait()
+    model, batch, _ = make("mlp")
+    step = rebatch.Step(model, sgd(model), summed, micro_start=8, growth=False)
+    try:
+        assert warned(lambda: [step(batch) for _ in range(3)]) == []
+    finally:
+        may_end.set()
+        thread.join()
+    assert len(warned(lambda: [step(batch) for _ in range(3)])) == 1
 
 
 def with_rare(seed, loss_fn, samples=16, share=0.15):

@@ -26,7 +26,9 @@ from rebatch.torch.batches.outputs import tensors_in
 from rebatch.torch.graphs import graphs as graphs_module
 from rebatch.torch.graphs import recorder as recorder_module
 from rebatch.torch.graphs.changes import Changes
+from rebatch.torch.graphs.inputs import NotCapturedError
 from rebatch.torch.program.program import Running
+from rebatch.torch.session import threads as threads_module
 
 # Steps before the first capture: three are looked at, and a shape is to have run three times.
 EAGER_STEPS = 4
@@ -560,6 +562,7 @@ def own_recorder(monkeypatch):
         pytest.skip("replaces what a GPU has")
     for name in ("torch", "clear_cublas_workspaces", "get_device_index", "end_allocating"):
         monkeypatch.setattr(recorder_module, name, unittest.mock.MagicMock())
+    recorder_module.torch.__version__ = "2.14"
     monkeypatch.setattr(private, "_REGISTERS", True)  # as before PyTorch 2.15
     return recorder_module.Recorder
 
@@ -579,6 +582,35 @@ def test_captures_of_two_threads_come_one_after_another(own_recorder):
     for thread in threads:
         thread.join()
     assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_old", (True, False))
+def test_beside_another_thread_that_trains_an_old_pytorch_captures_nothing(
+    own_recorder, monkeypatch, is_old
+):
+    """Its random numbers would fail."""
+    monkeypatch.setattr(private, "_REGISTERS", is_old)
+    device, ends, began = torch.device("cpu"), threading.Event(), threading.Event()
+    sessions = models.Unseen(models.Unseen(), models.Unseen())
+
+    def train():
+        threads_module.note(sessions[0], device)
+        began.set()
+        ends.wait()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    began.wait()
+    threads_module.note(sessions[1], device)  # of this thread
+    own_recorder("cuda:1").record(int)  # where nobody else trains
+    refusing = pytest.raises(NotCapturedError, match="another thread trains on cpu")
+    try:
+        with refusing if is_old else contextlib.nullcontext():
+            own_recorder(device).record(int)
+    finally:
+        ends.set()
+        thread.join()
+    own_recorder(device).record(int)
 
 
 def test_a_generator_of_the_program_is_one_of_the_graph(own_recorder):

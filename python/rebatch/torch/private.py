@@ -155,6 +155,11 @@ def register_generator(graph: Any, generator: torch.Generator) -> None:
         graph.register_generator_state(generator)
 
 
+def captures_stop_draws() -> bool:
+    """Whether other threads cannot draw from the device's generator while a pass is captured."""
+    return _REGISTERS
+
+
 def empty_pinned_cache() -> None:
     torch._C._host_emptyCache()
 

@@ -8,6 +8,7 @@ import torch
 
 import models
 from conftest import load_standin
+from rebatch.torch import private
 from test_replays import *  # noqa: F403
 from test_replays import Run, both
 from test_replays_of_trainers import *  # noqa: F403
@@ -147,12 +148,23 @@ def test_two_threads_capture_and_replay():
         return ((model.body[0](samples[0])).mean(1) - samples[1]).square().mean()
 
     runs = [Run("mlp", graphs, loss_fn=loss_fn, micro_start=8) for graphs in (True, True, False)]
-    threads = [threading.Thread(target=run.steps, args=(12,)) for run in runs[:2]]
+    both_train = threading.Barrier(2)
+
+    def train(run):
+        run.steps(1)
+        both_train.wait()
+        run.steps(11)
+
+    threads = [threading.Thread(target=train, args=(run,)) for run in runs[:2]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     runs[2].steps(12)
-    assert [run.replayed[-1] for run in runs] == [2, 2, 0]
+    if private.captures_stop_draws():  # so nothing is captured once both train
+        told = [text for run in runs[:2] for text in run.step._training.callbacks.graphs._told]
+        assert any("another thread trains" in text for text in told)
+    else:
+        assert [run.replayed[-1] for run in runs] == [2, 2, 0]
     assert models.same_bits(runs[0].state(), runs[2].state())
     assert models.same_bits(runs[1].state(), runs[2].state())

@@ -34,6 +34,7 @@ from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
 from rebatch.torch.private import tree_map_only
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import failed_allocations, is_oom, let_go
+from rebatch.torch.session.threads import others_train
 
 # Which samples are compared, each in a step, and how many of them a half has: the two that differ
 # most; two pairs of views that are stacked, so they lie half a batch apart; two pairs of views that
@@ -82,6 +83,8 @@ class FirstCut:
         on_gpu = running.program.device.type == "cuda"
         is_looking = on_gpu and running.undo.is_looking  # so restoring takes long
         if self.is_done or ran != micro or micro >= running.samples or is_looking:
+            return
+        if others_train():  # PyTorch's switches are theirs too
             return
         sizes = running.allowed_sizes()
         unit = min((size for size in sizes if size >= self._least), default=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import threading
 import weakref
 from typing import Any, Callable, Iterator, Optional, Sequence
 
@@ -14,16 +13,16 @@ import torch
 from rebatch._library import Error, Status
 from rebatch.torch.allocator.arenas import Arena
 from rebatch.torch.allocator.install import installed
+from rebatch.torch.graphs.inputs import NotCapturedError
 from rebatch.torch.private import (
     begin_allocating_of_stream,
+    captures_stop_draws,
     clear_cublas_workspaces,
     end_allocating,
     get_device_index,
     register_generator,
 )
-
-# Held in a capture: all share the stream, and the caches that are given back around it.
-_one_at_a_time = threading.RLock()
+from rebatch.torch.session.threads import captures, others_train
 
 
 @functools.lru_cache(maxsize=None)
@@ -90,7 +89,13 @@ class Recorder:
         """Run it with its work captured, not done. What it raises comes out, and the capture is
         gone. The host waits for the device, whose cached memory is given back before, and for a
         capture of another thread."""
-        with _one_at_a_time:
+        with captures:
+            if captures_stop_draws() and others_train(self._device):
+                raise NotCapturedError(
+                    f"another thread trains on {self._device}, and it cannot draw random numbers "
+                    f"there while a pass is captured in PyTorch {torch.__version__}: expected 2.15 "
+                    "or later, or one thread that trains"
+                )
             return self._record(body)
 
     def _record(self, body: Callable[[], Any]) -> "Recording":
@@ -110,7 +115,7 @@ class Recorder:
         if self._arena:
             return body()
         index = get_device_index(self._device)
-        with _one_at_a_time, self._apart():
+        with captures, self._apart():
             begin_allocating_of_stream(index, self._pool)
             try:
                 return body()

@@ -21,7 +21,7 @@ from rebatch._library import lib
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.allocator import phases
-from rebatch.torch.session import interrupts
+from rebatch.torch.session import interrupts, threads
 from rebatch.torch.session.modes import Modes
 from rebatch.torch.session.native_meter import NativeMeter, UnknownMeter
 from rebatch.torch.session.oom import asked_bytes, is_oom, let_go, raised_by_program
@@ -209,6 +209,7 @@ class Session:
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
             if os.environ.get("REBATCH_YIELD", "") not in ("", "0", "none"):
                 warnings.warn(_NOBODY_CAN_ASK, RuntimeWarning, stacklevel=user_stacklevel())
+        threads.note(self, device)
         self._open(options)
         if guards:
             self._guard()
@@ -236,6 +237,7 @@ class Session:
         self._pool, self._stats = lib.rebatch_get_pool(self.rb), c.PoolStats()
 
     def close(self) -> None:
+        threads.forget(self)
         self._close()
 
     def _guard(self) -> None:
