@@ -39,7 +39,7 @@ samples = torch.randn(32, 4, device="cuda")
 
 def train():
     said = []
-    while True:  # a line for each of the first steps and each change: a full pipe would hold the next
+    while True:  # a line for each of the first steps and each change: a full pipe holds the next
         step(samples)
         assert step.report.samples == 32
         line = f"{step.report.micro} {step.report.short_of_memory > 0}"
