@@ -1,6 +1,7 @@
 /* Owns memory between two processes: descriptors of a device's memory, and mapping those of another
  * process. Must not know which blocks lie there. */
 #include <fcntl.h>
+#include <stdio.h>
 
 #include "device/device.h"
 #include "rebatch/sharing.h"
@@ -70,6 +71,16 @@ static rebatch_status unmap(rebatch_device *device, char *address,
     return status ? status : rbi_device_unreserve(device, address, extent_of(pieces, all));
 }
 
+static void say(const rebatch_export_piece *piece, size_t number, rebatch_status status)
+{
+    char why[256];
+    (void)snprintf(why, sizeof why, "%s", rebatch_last_error());
+    (void)rbi_error(status,
+                    "piece %zu has %zu bytes in fd %d, which cannot be mapped: expected offsets, "
+                    "sizes and descriptors as another process has exported them (%s)",
+                    number, piece->bytes, piece->fd, why);
+}
+
 rebatch_status rebatch_export_map(void **out, rebatch_device *device,
                                   const rebatch_export_piece *pieces, size_t count)
 {
@@ -86,6 +97,8 @@ rebatch_status rebatch_export_map(void **out, rebatch_device *device,
         char *const at = (char *)address + pieces[mapped].offset;
         const size_t bytes = pieces[mapped].bytes;
         status = device->ops->map_export(device->self, at, bytes, pieces[mapped].fd);
+        if (status && status != REBATCH_OOM)
+            say(&pieces[mapped], mapped, status);
         mapped += !status;
     }
     if (status)

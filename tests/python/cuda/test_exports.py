@@ -180,14 +180,25 @@ def is_exported(t):
 print(all(map(is_exported, inside)), any(map(is_exported, outside)))
 tagged = [line for line in rebatch.summary().splitlines() if line.startswith("weights ")]
 print(len(tagged))
-try:
-    rebatch.export("moments")
-except KeyError as error:
-    print(error.args[0])
+with rebatch.exportable("empty"):
+    pass
+for mistake in (
+    lambda: rebatch.export("moments"),
+    lambda: rebatch.export("empty"),
+    lambda: rebatch.map_export(exported.pieces, [0, *exported.fds]),
+    lambda: rebatch.map_export([(0, 2 * MIB)], [0]),
+):
+    try:
+        mistake()
+    except (KeyError, ValueError, rebatch.Error) as error:
+        print(error.args[0])
 """)
     lines = done.stdout.splitlines()
     assert lines[:3] == ["True", "True False", "1"]
     assert "nothing of 'moments' can be exported" in lines[3]
+    assert "nothing of 'empty' can be exported" in lines[4]
+    assert "fds: expected " in lines[5] and ", one a piece" in lines[5]
+    assert "bytes in fd 0, which cannot be mapped: expected " in lines[6]
 
 
 def test_blocks_of_a_tag_nest_and_are_of_one_thread():

@@ -86,12 +86,12 @@ def export(tag: str, device: _Device = None) -> Export:
     container refuses.
     """
     arena = _arenas.get((tag, get_device_index(device, optional=True)))
-    if arena is None:
+    address, pieces = arena.export() if arena else (0, [])
+    if not pieces:
         raise KeyError(
             f"rebatch: nothing of {tag!r} can be exported: allocate it on that GPU within "
             f"`with rebatch.exportable({tag!r}):` after install()"
         )
-    address, pieces = arena.export()
     return Export(address, [(p.offset, p.bytes) for p in pieces], [p.fd for p in pieces])
 
 
@@ -131,9 +131,11 @@ def map_export(
     It is mapped as long as a tensor of it exists; `fds` can be closed after the call. This process
     needs no install(), and both agree when to read.
     """
+    if len(pieces) != len(fds):
+        raise ValueError(f"rebatch: there are {len(fds)} fds: expected {len(pieces)}, one a piece")
     rows = [
         _library.ExportPiece(offset=offset, bytes=size, fd=fd)
-        for (offset, size), fd in zip(pieces, fds, strict=True)
+        for (offset, size), fd in zip(pieces, fds)
     ]
     index = get_device_index(device, optional=True)
     mapped = _Mapped((_library.ExportPiece * len(rows))(*rows), index)
