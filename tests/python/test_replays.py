@@ -67,7 +67,8 @@ class Rerun:
         if self.fails:
             raise self.fails.pop(0)
         gc.collect()
-        assert not stale_nodes(body.__self__._parameters)
+        if stale_nodes(body.__self__._parameters):
+            raise RuntimeError(STALE)
         Rerun.made += 1
         first = self.within(body)
 
@@ -87,6 +88,12 @@ def nodes_of(parameters):
     """What adds to their gradients: another one, once no graph of autograd has it."""
     needing = [p for p in parameters if p.requires_grad]
     return [torch.autograd.graph.get_gradient_edge(p).node for p in needing]
+
+
+STALE = (
+    "CUDA error: operation would make the legacy stream depend on a capturing blocking stream\n"
+    "Search for `cudaErrorStreamCaptureImplicit'"
+)
 
 
 def stale_nodes(parameters):

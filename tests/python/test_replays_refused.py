@@ -161,6 +161,20 @@ def test_a_pass_that_cannot_be_captured_is_told_with_its_line(recorder):  # noqa
     assert set(run.replayed) == {0}
 
 
+def test_a_program_that_keeps_a_tensor_of_an_earlier_pass_is_told_what_to_write():
+    """The nodes that add to gradients stay those of the stream on which that pass ran."""
+    kept = models.Unseen(None)
+
+    def loss_fn(model, samples):
+        kept[0] = loss = models.regression_loss(model, samples)
+        return loss
+
+    run = Run("mlp", True, loss_fn=loss_fn)
+    (said,) = told(run)
+    assert "keeps a tensor of an earlier pass" in said and "item()" not in said
+    assert "expected .detach() on what it keeps" in said and set(run.replayed) == {0}
+
+
 def test_gradient_checkpointing_that_cannot_be_captured_is_told(recorder):  # noqa: F811
     """As before PyTorch 2.10."""
     if models.DEVICE.type != "cpu":

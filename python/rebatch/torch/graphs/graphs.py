@@ -36,6 +36,8 @@ _WAIT, _LONGEST_WAIT = 4, 512
 _MOST_OOMS = 4
 # In what a capture raises before PyTorch 2.10.
 _READS_GENERATOR = "CUDAGeneratorImpl::current_seed"
+# And where it comes to a node of autograd that belongs to the default stream.
+_WAITS_FOR_DEFAULT = "would make the legacy stream depend on a capturing"
 
 Eager = Callable[[], Tuple[torch.Tensor, Any]]  # leaves its gradients in .grad
 
@@ -307,6 +309,12 @@ class Graphs:
                     "the state of a random generator is read, as in gradient checkpointing, and "
                     f"PyTorch is {torch.__version__}: expected 2.10 or later, or "
                     "preserve_rng_state=False where nothing random is recomputed"
+                )
+            elif _WAITS_FOR_DEFAULT in text:
+                text = (
+                    "it waits for the default stream, as where the program keeps a tensor of an "
+                    "earlier pass with its graph of autograd, such as a loss, an output or a value "
+                    "that it logs: expected .detach() on what it keeps"
                 )
             elif not isinstance(found, NotCapturedError):
                 text += " (what reads a tensor on the host, such as item(), or takes one of a CPU)"
