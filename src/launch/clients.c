@@ -34,9 +34,9 @@ void rbi_client_end(struct rbi_client *client, struct rbi_text *answer)
     client->fd = -1;
 }
 
-static void refuse(struct rbi_client *client, const char *why)
+void rbi_client_refuse(struct rbi_client *client, const char *why)
 {
-    char text[128];
+    char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "no: %s", why);
     rbi_client_end(client, &t);
@@ -64,9 +64,9 @@ static void take_in(void)
         return;
     }
     if (!is_allowed(client.fd))
-        refuse(&client, "only the process's own user and root may ask");
+        rbi_client_refuse(&client, "only the process's own user and root may ask");
     else if (free_at == CLIENTS)
-        refuse(&client, "too many others ask");
+        rbi_client_refuse(&client, "too many others ask");
     else
         all.clients[free_at] = client;
 }
@@ -83,7 +83,7 @@ static void read_line(struct rbi_client *client)
     if (end)
         client->length = (size_t)(end - client->line);
     else if (client->length == sizeof client->line)
-        refuse(client, "a request has at most 127 bytes");
+        rbi_client_refuse(client, "a request has at most 127 bytes");
     else if (got > 0)
         return;
     client->is_read = true;
@@ -99,7 +99,7 @@ static void look_after(struct rbi_client *client, short events)
     } else if (!client->is_read && events) {
         read_line(client);
     } else if (!client->is_read && rbi_now_ns() - client->since_ns > LINE_NS) {
-        refuse(client, "a request must come within 2 seconds");
+        rbi_client_refuse(client, "a request must come within 2 seconds");
     }
     if (client->fd >= 0 && client->is_read)
         all.answerer->answer(client);
@@ -130,7 +130,7 @@ static void *serve(void *unused)
     }
     for (size_t i = 0; i < CLIENTS; i++)
         if (all.clients[i].fd >= 0)
-            refuse(&all.clients[i], "the training ends");
+            rbi_client_refuse(&all.clients[i], "the training ends");
     return NULL;
 }
 
@@ -140,8 +140,7 @@ void rbi_clients_ring(void)
     (void)!write(all.bell, &one, sizeof one);
 }
 
-/* Of the program's signals none is the thread's. */
-static int start_thread(void)
+int rbi_thread_start(pthread_t *out, void *(*run)(void *user))
 {
     pthread_attr_t attributes;
     sigset_t every, before;
@@ -149,7 +148,7 @@ static int start_thread(void)
     (void)pthread_attr_init(&attributes);
     (void)pthread_attr_setstacksize(&attributes, STACK_BYTES);
     (void)pthread_sigmask(SIG_SETMASK, &every, &before);
-    const int error = pthread_create(&all.thread, &attributes, serve, NULL);
+    const int error = pthread_create(out, &attributes, run, NULL);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     (void)pthread_attr_destroy(&attributes);
     return error;
@@ -164,7 +163,7 @@ rebatch_status rbi_clients_begin(const struct rbi_socket *own, const struct rbi_
         all.clients[i].fd = -1;
     atomic_store(&all.ends, false);
     all.bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    const int error = all.bell < 0 ? errno : start_thread();
+    const int error = all.bell < 0 ? errno : rbi_thread_start(&all.thread, serve);
     all.runs = error == 0;
     if (all.runs)
         return REBATCH_OK;

@@ -35,6 +35,12 @@ static struct {
     uint64_t waiting; /* the least target of those answered that wait for a step; NONE: no one */
     uint64_t bound;   /* set on request; 0: none. It holds as long as it is the pool's */
 
+    /* A wake copies, so it has a thread of its own. */
+    pthread_t waker;
+    bool has_waker;           /* which is to be joined */
+    atomic_bool wakes;        /* it has not answered yet */
+    struct rbi_client wanted; /* by whom */
+
     /* what the training tells, in its thread */
     rebatch *rb;                    /* whose step or map runs, NULL: none */
     atomic_bool runs;               /* the same for other threads */
@@ -151,14 +157,6 @@ static bool lift(rebatch *rb, uint64_t missing_bytes)
 
 /* ---- answers ---- */
 
-static void refuse(struct rbi_client *client, const char *why)
-{
-    char text[RBI_ANSWER_BYTES];
-    struct rbi_text t = {text, sizeof text, 0};
-    rbi_text_add(&t, "no: %s", why);
-    rbi_client_end(client, &t);
-}
-
 /* "; holds 8.00 GiB, a step needs at least 5.20 GiB" */
 static void end_with_held(struct rbi_client *client, struct rbi_text *t)
 {
@@ -251,7 +249,7 @@ static void give(struct rbi_client *client, const char *size)
     size_t bytes;
     const bool is_target = strncmp(size, "to ", 3) == 0;
     if (rebatch_config_parse_size(&bytes, NULL, is_target ? size + 3 : size)) {
-        refuse(client, rebatch_last_error());
+        rbi_client_refuse(client, rebatch_last_error());
         return;
     }
     const struct rbi_pool_look pool = rbi_pool_look(yield.pool);
@@ -301,8 +299,9 @@ static void say_asleep(void)
     const bool has_begun = yield.turned_ns && !yield.is_posted;
     let_go();
     if (!yield.has_slept) {
-        refuse(client, has_begun ? yield.complaint
-                                 : "not in a step, and it sleeps between two micro-batches");
+        rbi_client_refuse(client, has_begun
+                                      ? yield.complaint
+                                      : "not in a step, and it sleeps between two micro-batches");
         return;
     }
     rbi_text_add(&t, "ok: asleep after %" PRIu64 " ms", (now - yield.asked_ns) / 1000000);
@@ -320,20 +319,44 @@ static void fall_asleep(struct rbi_client *client)
     say_asleep();
 }
 
-static void wake(struct rbi_client *client)
+static void *wake_now(void *unused)
 {
     char text[RBI_ANSWER_BYTES];
     struct rbi_text t = {text, sizeof text, 0};
+    (void)unused;
+    if (rebatch_pool_wake(yield.pool)) {
+        rbi_client_refuse(&yield.wanted, rebatch_last_error());
+    } else {
+        rbi_text_add(&t, "ok: it may take memory again");
+        end_with_held(&yield.wanted, &t);
+    }
+    yield.wakes = false;
+    return NULL;
+}
+
+static void join_waker(void)
+{
+    if (yield.has_waker)
+        (void)pthread_join(yield.waker, NULL);
+    yield.has_waker = false;
+}
+
+/* One at a time: the next is asked for again in each turn. */
+static void wake(struct rbi_client *client)
+{
     struct rbi_client *const asking = yield.asking;
+    if (yield.wakes)
+        return;
     withdraw();
     if (asking)
-        refuse(asking, "a wake has come before it");
-    if (rebatch_pool_wake(yield.pool)) {
-        refuse(client, rebatch_last_error());
-        return;
-    }
-    rbi_text_add(&t, "ok: it may take memory again");
-    end_with_held(client, &t);
+        rbi_client_refuse(asking, "a wake has come before it");
+    join_waker();
+    yield.wanted = *client;
+    client->fd = -1; /* the thread's now */
+    yield.wakes = true;
+    yield.has_waker = rbi_pool_sleeps(yield.pool) && rbi_thread_start(&yield.waker, wake_now) == 0;
+    if (!yield.has_waker)
+        (void)wake_now(NULL);
 }
 
 /* ---- requests ---- */
@@ -356,9 +379,9 @@ static void take_request(struct rbi_client *client)
         rbi_text_add_shown(&t, line, client->length, 64);
         rbi_text_add(&t, "\" is no request: expected status, give 4GiB, give to 12GiB, sleep or "
                          "wake");
-        refuse(client, text);
+        rbi_client_refuse(client, text);
     } else if (yield.falls_asleep || rbi_pool_sleeps(yield.pool))
-        refuse(client, "it sleeps: expected wake");
+        rbi_client_refuse(client, "it sleeps: expected wake");
     else if (!yield.asking && is_give)
         give(client, line + 5);
     else if (!yield.asking)
@@ -391,6 +414,9 @@ static void forget_in_child(void)
         (void)close(yield.socket.fd);
     if (yield.pool)
         (void)rbi_pool_withdraw_task(yield.pool, &yield.task);
+    if (yield.wakes)
+        (void)close(yield.wanted.fd);
+    yield.wakes = yield.has_waker = false;
     yield.socket.fd = -1;
     yield.pool = NULL;
     (void)pthread_mutex_init(&yield.lock, NULL);
@@ -400,6 +426,7 @@ static void stop(void)
 {
     rbi_asker_set(NULL);
     rbi_clients_end();
+    join_waker();
     rbi_socket_end(&yield.socket);
     if (yield.pool)
         withdraw();

@@ -4,6 +4,7 @@
 #define RBI_YIELD_H
 
 #include <limits.h>
+#include <pthread.h>
 #include <sys/types.h>
 
 #include "config/settings.h"
@@ -65,5 +66,8 @@ void rbi_clients_forget(void);
 void rbi_clients_ring(void);
 /* Sends the line, which it ends with a newline, and the client is done. */
 void rbi_client_end(struct rbi_client *client, struct rbi_text *answer);
+void rbi_client_refuse(struct rbi_client *client, const char *why);
+/* A thread that gets none of the program's signals. An error number. */
+int rbi_thread_start(pthread_t *out, void *(*run)(void *user));
 
 #endif

@@ -1,4 +1,5 @@
-/* Owns the tests of what a training answers while it falls asleep on request. Seeds: none. */
+/* Owns the tests of what a training answers while it falls asleep on request, and while it wakes.
+ * Seeds: none. */
 #include "device/device.h"
 #include "integration/yield_common.h"
 
@@ -21,7 +22,7 @@ static rebatch_status ask_and_copy(void *self, void *to, const void *from, size_
     return asked.copy(self, to, from, bytes, stream);
 }
 
-Test(yield_sleep, a_training_that_falls_asleep_answers)
+Test(yield_sleep, a_training_that_falls_asleep_or_wakes_answers)
 {
     char text[512];
     OPEN(rig, rig, path);
@@ -35,8 +36,11 @@ Test(yield_sleep, a_training_that_falls_asleep_answers)
     HAS(asked.status, "\"state\": \"asleep\"");
     cr_expect_geq(number_in(asked.status, "held_bytes"), WEIGHTS, "as before");
     cr_expect_str_eq(asked.give, "no: it sleeps: expected wake");
+    asked.status[0] = '\0';
     ASK(text, "wake");
     HAS(text, "ok: ");
+    HAS(asked.status, "\"state\": \"asleep\"");
+    cr_expect_eq(number_in(asked.status, "held_bytes"), 0, "as before");
     wait_for_updates(&rig, 3);
     rig_stop(&rig);
     cr_expect_eq(rig.lost, 0);
