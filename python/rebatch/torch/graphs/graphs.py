@@ -125,9 +125,9 @@ class Graphs:
         trees = cudagraph_trees()
         if trees and trees.get_manager(self._device.index or 0, False):
             return (
-                'a model is compiled with mode="reduce-overhead" or "max-autotune", which have '
-                "graphs of their own: expected torch.compile(model), or "
-                'mode="max-autotune-no-cudagraphs"'
+                'a model of this process is compiled with mode="reduce-overhead" or '
+                '"max-autotune", which have graphs of their own: expected torch.compile(model), '
+                'or mode="max-autotune-no-cudagraphs"'
             )
         return ""
 
@@ -296,7 +296,8 @@ class Graphs:
         except Exception as error:
             found = error
         # Here no exception is being handled, which would hold what the pass has made.
-        text, at = str(found).partition("\n")[0], line_of(found)
+        lines, at = [*str(found).splitlines(), ""], line_of(found)
+        text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         is_memory = is_oom(found)
         let_go(found)
         self._put_back()

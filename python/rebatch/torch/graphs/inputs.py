@@ -14,6 +14,8 @@ from rebatch.torch.batches.kinds import is_plain
 from rebatch.torch.private import foreach_copy_
 from rebatch.torch.undo.contents import ATOMS
 
+_ALIGNMENT = 64  # elements
+
 
 class NotCapturedError(Exception):
     """A graph cannot have this: a sentence says what, and what was expected."""
@@ -63,12 +65,22 @@ def _rebuilt(value: Any, take: Callable[[], torch.Tensor]) -> Any:
     return value
 
 
+def _memory_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As far behind an aligned address: compiled code and libraries' choices may depend on that."""
+    like, offset = torch.empty_like(tensor, device=device), tensor.storage_offset()
+    if offset >= 2 * _ALIGNMENT:
+        offset = _ALIGNMENT + offset % _ALIGNMENT
+    if not offset or like.stride() != tensor.stride():
+        return like
+    return like.new_empty(offset + like.numel()).as_strided(like.shape, like.stride(), offset)
+
+
 class Inputs:
     """Memory on a device for samples of one key. Those on the host are copied into it too, so that
     a loss_fn that moves them to the device finds them there."""
 
     def __init__(self, samples: Any, tensors: List[torch.Tensor], device: torch.device):
-        self._tensors = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        self._tensors = [_memory_for(tensor, device) for tensor in tensors]
         found = iter(self._tensors)
         self.samples = _rebuilt(samples, lambda: next(found))
         self.fill(tensors)
