@@ -123,8 +123,9 @@ REBATCH_API_CHECKED rebatch_status rebatch_pool_wake(rebatch_pool *pool);
  *                         wake
  *  @param user            passed to it
  *  @return REBATCH_OK, REBATCH_E_INVALID */
-REBATCH_API rebatch_status rebatch_pool_on_wait(rebatch_pool *pool,
-                                                bool (*is_interrupted)(void *user), void *user);
+REBATCH_API rebatch_status rebatch_pool_set_interrupt(rebatch_pool *pool,
+                                                      bool (*is_interrupted)(void *user),
+                                                      void *user);
 
 /** Answer requests for a pool's memory on a Unix socket, which only this user and root may use: a
  *  line each of `status`, `give 4GiB`, `give to 12GiB`, `sleep` and `wake` (docs/sharing.md). A

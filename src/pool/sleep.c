@@ -58,8 +58,8 @@ rebatch_status rbi_pool_wait_awake(rebatch_pool *pool)
     return status;
 }
 
-rebatch_status rebatch_pool_on_wait(rebatch_pool *pool, bool (*is_interrupted)(void *user),
-                                    void *user)
+rebatch_status rebatch_pool_set_interrupt(rebatch_pool *pool, bool (*is_interrupted)(void *user),
+                                          void *user)
 {
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)

@@ -131,7 +131,7 @@ static rebatch_status step_interrupted(struct rig *rig, size_t limit)
     interrupt.limit = limit;
     interrupt.asker = send_raw("sleep\n");
     wait_for_turns();
-    OK(rebatch_pool_on_wait(interrupt.pool, has_come, NULL));
+    OK(rebatch_pool_set_interrupt(interrupt.pool, has_come, NULL));
     cr_assert_eq(pthread_create(&thread, NULL, interrupt_sleep, NULL), 0);
     const rebatch_status status = rebatch_step(rig->rb, &rig->ops, BATCH, rig, NULL);
     cr_assert_eq(pthread_join(thread, NULL), 0);

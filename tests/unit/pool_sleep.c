@@ -340,14 +340,14 @@ Test(pool_sleep, a_wait_that_is_interrupted_wakes_the_pool)
     int asked = 0;
     AUTO_RIG rig = rig_open(64, NULL);
     uint64_t *const block = take_numbered(rig.pool, 8 * PAGE, 1, 0);
-    cr_assert_eq(rebatch_pool_on_wait(rig.pool, is_interrupted, &asked), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_set_interrupt(rig.pool, is_interrupted, &asked), REBATCH_OK);
     give(rig.pool, take(rig.pool, PAGE));
     cr_assert_eq(asked, 0);
     (void)put_to_sleep(rig.pool, NULL);
     give(rig.pool, take(rig.pool, PAGE));
     cr_assert_eq(asked, 1);
     assert_numbered(block, 8 * PAGE, 1);
-    cr_assert_eq(rebatch_pool_on_wait(NULL, is_interrupted, &asked), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_pool_set_interrupt(NULL, is_interrupted, &asked), REBATCH_E_INVALID);
 }
 
 Test(pool_sleep, a_wait_that_is_interrupted_and_cannot_wake_ends_with_a_status)
@@ -359,7 +359,7 @@ Test(pool_sleep, a_wait_that_is_interrupted_and_cannot_wake_ends_with_a_status)
     cr_assert_eq(rebatch_arena_open(arena, NULL), REBATCH_OK);
     uint64_t *const block = take_numbered(rig.pool, 8 * PAGE, 1, 0);
     cr_assert_eq(rebatch_arena_lend(arena), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_on_wait(rig.pool, is_interrupted, &asked), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_set_interrupt(rig.pool, is_interrupted, &asked), REBATCH_OK);
     (void)put_to_sleep(rig.pool, NULL);
     cr_assert_eq(rebatch_pool_set_limit(rig.pool, PAGE), REBATCH_OK);
     for (size_t i = 0; i < CALLS; i++) {

@@ -138,7 +138,7 @@ rebatch_status open_locked(Slot &slot, int device)
         status = rebatch_pool_create(&pool, slot.device, &own);
     }
     if (status == REBATCH_OK)
-        status = rebatch_pool_on_wait(pool, is_interrupted, nullptr);
+        status = rebatch_pool_set_interrupt(pool, is_interrupted, nullptr);
     if (status == REBATCH_OK && floor_bytes)
         status = rebatch_pool_set_floor(pool, floor_bytes);
     if (status == REBATCH_OK)
