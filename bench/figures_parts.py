@@ -264,17 +264,25 @@ def yielding(run):
     yield HOST, "three trainings on one card, the others give memory: speed of all", cells
 
 
+def contrastive_rows(run, flags="", suffix=""):
+    lines = run.python("contrastive.py" + flags, "--small")
+    [step] = [line for line in lines if line.get("way") == "step"]
+    [share] = [line["step_to_by_hand"] for line in lines if "step_to_by_hand" in line]
+    hand = min(line["ms"] for line in lines if line.get("way") == "by hand")
+    row = f"contrastive loss over 4,096 samples where 512 fit{suffix}"
+    cells = {"rebatch": show(step["ms"], "ms"), "fixed count": show(hand, "ms")}
+    yield LENGTHS, f"{row}: time of a step", cells
+    yield LENGTHS, f"{row}: ÷ the best by hand", {"rebatch": ratio(share)}
+
+
 @part("bench/contrastive.py" + TORCH, gpus=1, seconds=260)
 def contrastive(run):
-    for suffix, flags in (("", ""), (", `install()`", " --install")):
-        lines = run.python("contrastive.py" + flags, "--small")
-        [step] = [line for line in lines if line.get("way") == "step"]
-        [share] = [line["step_to_by_hand"] for line in lines if "step_to_by_hand" in line]
-        hand = min(line["ms"] for line in lines if line.get("way") == "by hand")
-        row = f"contrastive loss over 4,096 samples where 512 fit{suffix}"
-        cells = {"rebatch": show(step["ms"], "ms"), "fixed count": show(hand, "ms")}
-        yield LENGTHS, f"{row}: time of a step", cells
-        yield LENGTHS, f"{row}: ÷ the best by hand", {"rebatch": ratio(share)}
+    yield from contrastive_rows(run)
+
+
+@part("bench/contrastive.py" + TORCH, gpus=1, seconds=260)
+def contrastive_installed(run):
+    yield from contrastive_rows(run, " --install", ", `install()`")
 
 
 @part("bench/speech.py" + TORCH, gpus=1, seconds=120)
