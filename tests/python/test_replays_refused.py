@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import models
@@ -69,6 +70,23 @@ def test_what_a_replay_would_leave_out_is_named_once_and_the_results_are_the_sam
         assert set(run.replayed) == {0}
         states.append(run.state())
     assert same_bits(*states)
+
+
+def test_a_collective_in_a_pass_is_told():
+    """Ranks may capture in different steps, and a capture runs a pass three times."""
+
+    def loss_fn(model, samples):
+        loss = ((model(samples[0]) - samples[1]) ** 2).mean()
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = Run("mlp", True, loss_fn=loss_fn)
+        (said,) = told(run)
+    finally:
+        dist.destroy_process_group()
+    assert "loss_fn calls other ranks (torch.distributed)" in said and set(run.replayed) == {0}
 
 
 def test_a_search_for_anomalies_is_told():

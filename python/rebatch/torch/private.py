@@ -7,6 +7,7 @@ the installed PyTorch lacks one of either, and when another module uses one that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any, Dict, Tuple
@@ -84,6 +85,7 @@ __all__ = [
     "are_deterministic",
     "base_functions",
     "chunk_cat",
+    "collectives",
     "default_device_context",
     "empty_parametrizations",
     "end_allocating",
@@ -119,6 +121,18 @@ default_device_context = functools.partial(
 def empty_parametrizations() -> None:
     """Forget what parametrize.cached() keeps."""
     parametrize._cache = {}
+
+
+def collectives() -> int:
+    """That this process has begun, as far as its groups count them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    count, groups = 0, torch.distributed.distributed_c10d._world.pg_map
+    group: Any
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # of a backend that does not count
+            count += group._get_sequence_number_for_group()
+    return count
 
 
 # ---- torch._C of builds with CUDA: another build lacks these ----

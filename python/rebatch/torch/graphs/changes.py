@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
-from rebatch.torch.private import HOOK_TABLES
+from rebatch.torch.private import HOOK_TABLES, collectives
 from rebatch.torch.program.program import Running, listed
 from rebatch.torch.undo.changes_outside import Marks, changed_in, is_within
 from rebatch.torch.undo.copies import sums_of
@@ -87,10 +87,13 @@ class Changes:
         self._before: Optional[_Marks] = None
         self._names: Dict[str, None] = {}
         self._generators: Set[str] = set()  # of these, those of the host
+        self._collectives = 0  # before the pass
+        self.has_collectives = False
 
     def before(self) -> None:
         """An eager pass runs."""
         self._before = _Marks(self._running) if self._passes >= _FILLING else None
+        self._collectives = collectives()
 
     def after(self) -> None:
         """It has succeeded."""
@@ -98,6 +101,7 @@ class Changes:
         self._passes += 1
         if before is None:
             return
+        self.has_collectives |= collectives() != self._collectives
         now = _Marks(self._running)
         names = changed_in(before, now)
         for name in names:

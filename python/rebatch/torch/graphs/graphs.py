@@ -104,15 +104,19 @@ class Graphs:
 
     def _end_looks(self) -> None:
         assert self._changes is not None
-        names, expected = self._changes.names(), self._changes.expected()
-        self._changes = None
-        why = self._why_not()
+        changes, self._changes = self._changes, None
+        names, why = changes.names(), self._why_not()
+        if changes.has_collectives and not why:
+            why = (
+                f"{self._running.program.loss_name} calls other ranks (torch.distributed), which "
+                "may capture in another step: expected no collective in it"
+            )
         if names and not why:
             more = f" and {len(names) - 3} others" if len(names) > 3 else ""
             why = (
                 f"{self._running.program.loss_name} changes "
                 f"{', '.join(map(repr, names[:3]))}{more} in Python, which a replay would leave "
-                f"out: expected {expected}"
+                f"out: expected {changes.expected()}"
             )
         if why:
             self._turn_off(why)
