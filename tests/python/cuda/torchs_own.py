@@ -235,12 +235,14 @@ def main():
     parser.add_argument("--seconds", type=float, default=270)
     parser.add_argument("--workers", type=int, default=16)
     given = parser.parse_args()
+    begin = time.monotonic()
     install = "import torch, rebatch.torch as r; r.install(); print(torch.__version__)"
     version = subprocess.run([sys.executable, "-c", install], capture_output=True, text=True)
     if version.returncode:  # it is compiled once, before several workers need it
         sys.exit(version.stderr)
     with tempfile.TemporaryDirectory() as work:
-        found = compare(given.folder.resolve(), pathlib.Path(work), given.seconds, given.workers)
+        seconds = given.seconds - (time.monotonic() - begin)
+        found = compare(given.folder.resolve(), pathlib.Path(work), seconds, given.workers)
     given.out.write_text(json.dumps({"torch": version.stdout.strip(), **found}, indent=1))
     for part, of_part in found.items():
         print(part, "native:", of_part["native"], "installed:", of_part["installed"])
