@@ -96,6 +96,12 @@ class Program:
 
     def __init__(self, name, process):
         self.path, self.process = str(FOLDER / f"{name}.py"), process
+        self.steps = []  # of the run, if the program has any
+
+    def step(self, make, *arguments, **options):
+        kept = {"on_oom": "stop", "growth": False, "admission": False, "log_level": "quiet"}
+        self.steps.append(make(*arguments, **options, **kept))
+        return self.steps[-1]
 
     def run(self, samples, cap=0):
         fits, tries = False, 0
@@ -104,6 +110,9 @@ class Program:
             clean()
             self.process.limit(cap or self.process.total)
             fits = self._fits(samples)
+            # A Step counts from its last update on.
+            peaks = [torch.cuda.max_memory_allocated(), *(s.report.peak_bytes for s in self.steps)]
+            self.steps.clear()
             reserved, outside = torch.cuda.max_memory_reserved(), self.process.outside()
             if not cap or reserved + outside <= cap:
                 break
@@ -111,7 +120,7 @@ class Program:
         return {
             "samples": samples,
             "fits": fits,
-            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "peak_allocated": max(peaks),
             "peak_reserved": reserved,
             "outside_bytes": outside,
         }
@@ -147,11 +156,10 @@ def work(name, way):
     for each in ("transformers", "torchvision.transforms.v2"):
         if importlib.util.find_spec(each.split(".")[0]):
             importlib.import_module(each)
-    kept = {"on_oom": "stop", "growth": False, "admission": False, "log_level": "quiet"}
-    rebatch.Step = functools.partial(rebatch.Step, **kept)
     print(json.dumps({"ready": name}), flush=True)
     turn = json.loads(sys.stdin.readline())
     program = Program(name, Alone(way, turn["free_before"]))
+    rebatch.Step = functools.partial(program.step, rebatch.Step)
     starts = {int(cap): start or UNKNOWN for cap, start in turn["starts"].items()}
     alone, beyond = {}, []
     for cap, start in starts.items():

@@ -8,6 +8,9 @@ import sys
 import pytest
 import torch
 
+from rebatch.fit import cards
+from rebatch.fit.standin_library import library, versions_of
+
 
 def fit(*arguments, **environment):
     command = [sys.executable, "-m", "rebatch.fit", *arguments]
@@ -19,6 +22,24 @@ def found(*arguments):
     done = fit("--json", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["rows"]
+
+
+def trains_plainly(path, samples, room):
+    """Whether the program trains in a fresh process of the stand-in with so much memory."""
+    preloaded = library(sys.executable, versions_of(sys.executable)[0])
+    card = cards.find("h100")
+    env = {
+        **os.environ,
+        "LD_PRELOAD": str(preloaded),
+        "STANDIN_CARD": card.standin,
+        "STANDIN_MEMORY": str(card.memory_bytes),
+        "STANDIN_LIMIT": str(room),
+    }
+    command = [sys.executable, path, str(samples)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        assert "OutOfMemoryError" in done.stderr, done.stderr
+    return done.returncode == 0
 
 
 def on_standin(test):

@@ -1,7 +1,6 @@
 """rebatch fit: cards, the search, the command, and programs on the stand-in for CUDA."""
 
 import json
-import os
 import pathlib
 import random
 import re
@@ -11,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from fitted import MODEL, STEP, fit, found, on_standin
+from fitted import MODEL, STEP, fit, found, on_standin, trains_plainly
 from rebatch import _library
 from rebatch.fit import cards, table
 from rebatch.fit.rows import Search
@@ -202,24 +201,6 @@ for _ in range(4):
     optimizer.step()
 print(torch.cuda.memory_stats()["num_ooms"])
 """
-
-
-def trains_plainly(path, samples, room):
-    """Whether the program trains in a fresh process of the stand-in with so much memory."""
-    preloaded = library(sys.executable, versions_of(sys.executable)[0])
-    card = cards.find("h100")
-    env = {
-        **os.environ,
-        "LD_PRELOAD": str(preloaded),
-        "STANDIN_CARD": card.standin,
-        "STANDIN_MEMORY": str(card.memory_bytes),
-        "STANDIN_LIMIT": str(room),
-    }
-    command = [sys.executable, path, str(samples)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode:
-        assert "OutOfMemoryError" in done.stderr, done.stderr
-    return done.returncode == 0
 
 
 # A MiB of the pool for each sample, in C; cudaGetDevice() is CUDA's only function in it.

@@ -1,10 +1,13 @@
 """rebatch fit on the stand-in for CUDA: programs without a Step, and whose batches come from a
 loader."""
 
+import pathlib
 import sys
 
 import pytest
-from fitted import MODEL, STEP, fit, found, on_standin
+from fitted import MODEL, STEP, fit, found, on_standin, trains_plainly
+
+FOREIGN = pathlib.Path(__file__).parents[2] / "bench" / "foreign"
 
 # Programs without a Step, which train for so long that only an end in their midst passes.
 LOADED = """
@@ -204,3 +207,46 @@ def test_distribution_of_what_kernels_compute_is_no_error(program):
     [row] = found("--gpu", "h100", "--memory", "1GiB", "--", sys.executable,
                   program(MODEL, DISTRIBUTION), "16")  # fmt: skip
     assert row["micro"] > 100
+
+
+# Where the workspace of a convolution does not fit, PyTorch takes another algorithm.
+SEGMENT = f"""
+import runpy
+import sys
+
+sys.argv = ["segment.py", "--side", "96", "--steps", "4", "--batch", sys.argv[1]]
+runpy.run_path({str(FOREIGN / "segment.py")!r}, run_name="__main__")
+"""
+
+
+@on_standin
+def test_convolution_that_takes_another_workspace_has_not_failed(program):
+    path = program(SEGMENT)
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable, path, "8")
+    # An update more or less, and the allocator's fragments are others.
+    assert trains_plainly(path, int(0.96 * row["micro"]), row["room_bytes"])
+    assert not trains_plainly(path, int(1.05 * row["next"]), row["room_bytes"])
+
+
+# Sequences of the second batch and those after it are longer.
+LONGER = """
+def drawn(numbers):
+    length = 10 if min(numbers) == 0 and len(sys.argv) == 2 else 100
+    return torch.zeros(len(numbers), length, 64)
+
+
+for inputs in torch.utils.data.DataLoader(
+    range(1_000_000), int(sys.argv[1]), collate_fn=drawn
+):
+    model(inputs.cuda()).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+def test_program_that_takes_its_size_has_its_own_batches(program):
+    options = ["--gpu", "h100", "--memory", "2GiB", "--batch", "4", "--", sys.executable]
+    [first] = found(*options, program(MODEL, LONGER), "{batch}")
+    [all_long] = found(*options, program(MODEL, LONGER), "{batch}", "long")
+    assert first["micro"] == pytest.approx(all_long["micro"], abs=1)

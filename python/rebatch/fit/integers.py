@@ -48,6 +48,7 @@ class Integers(TorchDispatchMode):
     def __init__(self, reads_others: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads_others = reads_others
+        self.ooms = 0  # operations that failed by one
         self.read_at = ""  # where the program has first read a kernel's integers: file and line
         # By address, storages on the GPU that hold integers of which a kernel would have written
         # some. As long as one is here, no other has its address.
@@ -61,7 +62,14 @@ class Integers(TorchDispatchMode):
             return NotImplemented  # they consist of tensors, whose operations come here
         if own:
             return func(*args, **kwargs or {})
-        kwargs, effect = kwargs or {}, _effect_of(func)
+        try:
+            return self._run(func, args, kwargs or {})
+        except torch.OutOfMemoryError:
+            self.ooms += 1
+            raise
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        effect = _effect_of(func)
         if effect.has_indices:
             if not _fills_by_mask(args):
                 args = (args[0], self._without_masks(func, args[1]), *args[2:])

@@ -146,6 +146,13 @@ def test_ctc_takes_its_size_from_lengths_of_the_host(counts):
     assert [each.shape for each in found] == [each.shape for each in expected]
 
 
+def test_operations_that_run_out_of_memory_are_counted(integers):
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    assert integers.ooms == 2
+
+
 # ---- what a kernel would decide ----
 
 SCORES = torch.zeros(6, 4)

@@ -187,8 +187,9 @@ class Watch:
             self._try.steps_on(optimizer)
 
     def repeats(self, loader: _Batches) -> bool:
-        """Whether its last batch comes again: in a copy, which trains on that alone."""
-        return self._try is not None and self._loader is loader
+        """Whether its last batch comes again: in a copy, which trains on that alone. A program that
+        is tried as a whole has its own batches, of which no two need be alike."""
+        return self._try is not None and not self._sized and self._loader is loader
 
 
 _UNKNOWN = "the tensors of a batch have no first dimension in common, and count as 1 sample"
@@ -301,7 +302,7 @@ class _Try:
         self._known_passes = loop.passes if loop else 0
         self._passes, self._passes_before, self._updates = int(bool(root)), 0, dict[int, int]()
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._failed = ooms(self._device)
+        self._failed, self._failed_operations = ooms(self._device), integers.start().ooms
         if self._growth:
             self._growth.grow()
         torch.cuda.empty_cache()
@@ -366,7 +367,8 @@ class _Try:
     # ---- the end ----
 
     def _stop_after_oom(self) -> None:
-        if ooms(self._device) > self._failed:
+        """Where an operation has failed. A convolution whose workspace failed takes another."""
+        if integers.start().ooms > self._failed_operations:
             self._reply.tried(Tried(self._request.size, False))
 
     def _finish(self) -> NoReturn:
@@ -392,7 +394,8 @@ class _Try:
         self._reply.failed("the program ended before optimizer.step()")
 
     def _raised(self, kind: Any, error: BaseException, trace: Any) -> NoReturn:
-        self._stop_after_oom()
+        if ooms(self._device) > self._failed:
+            self._reply.tried(Tried(self._request.size, False))
         self._reply.failed("".join(traceback.format_exception(kind, error, trace)))
 
     def _held(self) -> Dict[str, int]:
