@@ -337,7 +337,7 @@ def fit_foreign(run):
     run.lines(f"rm -f {' '.join(files)}")
     run.python(f"fit.py foreign predict --output {answers}")
     run.python(f"fit.py foreign truth --near {answers} --output {truth}")
-    yield "fit", "foreign: eight programs", compared(run, files)
+    yield "fit", "8 foreign programs, 6 and 20 GiB", compared(run, files)
 
 
 @part("bench/gpt.c bench/gpt_torch.py kernels examples/gpt src", gpus=1)
