@@ -88,6 +88,7 @@ static void serve(int socket)
         _exit(1);
     for (size_t i = 0; i < message.count; i++)
         (void)close(message.pieces[i].fd);
+    (void)signal(SIGSEGV, SIG_DFL); /* no report of a sanitizer */
     volatile char *const weights = (char *)memory + message.block;
     char asked, first;
     while (read(socket, &asked, 1) == 1 && write(socket, &(char){weights[0]}, 1) == 1)
