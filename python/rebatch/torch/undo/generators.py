@@ -123,7 +123,7 @@ class Generators:
             self._find_devices()
         if point == GuardPoint.STEP:
             self._steps += 1
-        elif self._is_fresh:  # nothing ran since the step began
+        elif self._is_fresh and not self._is_suspect:  # nothing ran since the step began
             self._is_fresh = False
             self._states[point] = self._states[GuardPoint.STEP]
             return
@@ -139,6 +139,7 @@ class Generators:
         """An attempt has: what it drew from is saved from now on."""
         maybe, self._maybe_at_begin = self._maybe_at_begin, {}
         if not maybe:
+            self._is_suspect = False
             return
         states = self._states[GuardPoint.ATTEMPT][-len(maybe) :]
         for (name, functions), (_, state) in zip(maybe.items(), states):
