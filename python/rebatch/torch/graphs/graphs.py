@@ -24,6 +24,9 @@ from rebatch.torch.session.oom import is_oom, let_go
 _LOOKS, _LOOKS_OF_A_STEP = 3, 2
 # Passes of a shape before it is captured; the more, the more graphs have made room for others.
 _RUNS = 3
+# Eager passes that are compared with the first: two may agree by chance where kernels sum in any
+# order, so there are more once a replay has differed.
+_PASSES, _MOST_PASSES = 1, 8
 # Steps from one comparison with an eager pass to the next one.
 _COMPARED_EVERY = 1000
 # Steps after which the pool has forgotten what passes without a graph allocated.
@@ -71,6 +74,7 @@ class Graphs:
         self._recorder: Any = None
         self._reads: Optional[Reads] = None  # of those that are held
         self._is_exact = True  # replays leave the bits of eager passes
+        self._passes = _PASSES
         self._evicted = self._ooms = self._changed = 0
         self._told: List[str] = []
 
@@ -252,13 +256,19 @@ class Graphs:
             self._recorder.lend()
             return self._give(result)
         del result, mark, held
-        return self._refuse(f"a replay differs from an eager pass in {different}", eager)
+        why = f"a replay differs from an eager pass in {different}"
+        return self._doubt(first, is_in_tensors and not noise, why, eager)
 
-    def _refuse(self, why: str, eager: Eager) -> Tuple[torch.Tensor, Any]:
-        """After a replay that differs."""
+    def _doubt(
+        self, first: Mark, may_be_noise: bool, why: str, eager: Eager
+    ) -> Tuple[torch.Tensor, Any]:
+        """After a replay that differs from the first pass. Where other eager passes differ from it
+        too, the pass is captured anew and compared as one of those."""
         self._put_back()
         self.drop()
-        self._turn_off(why)
+        self._passes = _MOST_PASSES
+        if not (may_be_noise and self._noise(first, eager)):
+            self._turn_off(why)
         return eager()
 
     def _mark(self, eager: Eager) -> Tuple[Mark, torch.dtype]:
@@ -269,8 +279,9 @@ class Graphs:
         return mark, result.loss.dtype
 
     def _noise(self, first: Mark, eager: Eager) -> Optional[Noise]:
-        """None: two eager passes leave the same bits."""
+        """None: eager passes leave the same bits."""
         passes: List[List[torch.Tensor]] = []
+        left = self._passes
         while len(passes) < 2:
             mark = Mark(self._running, self._run_eagerly(eager))
             is_same = not (passes or first.places(mark))
@@ -278,7 +289,8 @@ class Graphs:
                 passes.append(mark.on_host())
             mark.let_go()
             self._put_back()
-            if is_same:
+            left -= is_same
+            if not left:
                 return None
         return Noise(*passes)
 
@@ -348,17 +360,19 @@ class Graphs:
             self.ran_out()
             return eager()
         result = self._held[mb.key].replay(mb.tensors, mb.length)
-        different = first.difference(Mark(self._running, result))
+        mark = Mark(self._running, result)
+        different = first.difference(mark)
+        is_in_tensors = different in dict(mark.tensors)
         self._recorder.lend()
         if not different:
             return self._give(result)
-        del result
+        del result, mark
         why = (
             f"a replay differs from an eager pass in {different}, and did not when it was "
             f"captured: something that {self._running.program.loss_name} reads is another "
             "since, in steps that have run"
         )
-        return self._refuse(why, eager)
+        return self._doubt(first, is_in_tensors, why, eager)
 
     # ---- memory ----
 
