@@ -171,7 +171,11 @@ def small_rows(run, trainings, flags="", suffix=""):
         for line in run.python(f"small.py {training} {flags}", f"mlp --micros 1 {flags}"):
             table, name, cells = small_row(line, suffix)
             yield table, name, cells
-            if not suffix and name in (TRAININGS["mlp"], TRAININGS["bert"]) and "graphs=True" in cells:
+            if (
+                not suffix
+                and name in (TRAININGS["mlp"], TRAININGS["bert"])
+                and "graphs=True" in cells
+            ):
                 ours = cells["Step"], cells["graphs=True"]
                 yield for_readme(f"{name}: time of a step", cells["plain loop"], *ours)
 
