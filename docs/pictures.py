@@ -1,5 +1,6 @@
 """Draws docs/demo.svg of the run that docs/demo.csv records, and docs/speed.svg of the table of
-graphs in docs/figures.json. `make pictures` records the run first.
+graphs in docs/figures.json; with --check, prints those that are not so. `make pictures` records
+the run first.
 
 Each picture has a background of its own, and is dark where the reader's system is: GitHub and the
 site show the same file."""
@@ -8,6 +9,7 @@ import csv
 import json
 import pathlib
 import re
+import sys
 
 DOCS = pathlib.Path(__file__).resolve().parent
 COLOURS = {  # in light, in dark
@@ -278,6 +280,13 @@ def pictures():
     }
 
 
-if __name__ == "__main__":
+def main():
     for name, text in pictures().items():
-        (DOCS / name).write_text(text)
+        if "--check" not in sys.argv:
+            (DOCS / name).write_text(text)
+        elif (DOCS / name).read_text() != text:
+            print(f"  docs/{name}")
+
+
+if __name__ == "__main__":
+    main()
