@@ -24,6 +24,8 @@ import rebatch.torch as rebatch
 from models import FailAt, make, placed, same_bits, state_of
 from rebatch.torch import private
 from rebatch.torch.batches.outputs import tensors_in
+from rebatch.torch.check import cut_comparison
+from rebatch.torch.check.cut_comparison import FirstCut
 from rebatch.torch.graphs import graphs as graphs_module
 from rebatch.torch.graphs import recorder as recorder_module
 from rebatch.torch.graphs.changes import Changes
@@ -210,6 +212,23 @@ def test_the_last_part_needs_no_memory_beside_the_graph_of_the_others(plan, most
         runs[0].steps(1, samples)
     assert taken[0] == most
     assert runs[0].replayed[-2:] == [1, 1]
+
+
+def test_nothing_is_captured_in_steps_that_compare_cuts(monkeypatch):
+    """A comparison has gradients of its own."""
+    steps = []  # whether cuts were compared, and captures until then
+    end = FirstCut.end
+
+    def noted(cuts):
+        steps.append((cuts.comparison is not None, Rerun.made))
+        end(cuts)
+
+    monkeypatch.setattr(FirstCut, "end", noted)
+    monkeypatch.setattr(cut_comparison, "_ROUNDS", 3 * cut_comparison._ROUNDS)
+    run = Run("mlp", True, micro_start=4).steps(14)
+    assert sum(compares for compares, _ in steps) == 9
+    assert {captures for compares, captures in steps if compares} == {0}
+    assert run.replayed[-1] == 4
 
 
 def test_one_graph_is_kept_where_one_is_asked_for():

@@ -493,7 +493,8 @@ class Callbacks:
             self._go_backward(loss, first, count)
             return loss.detach(), kept(extras)
 
-        loss, extras = graphs.run(samples, count, eager)
+        # A comparison of cuts has gradients of its own, for which there is no room beside a graph's.
+        loss, extras = graphs.run(samples, count, eager, not self.cuts.comparison)
         self.accumulators.are_lent = self._others.are_lent = graphs.lends
         if graphs.lends:
             lib.rebatch_works_in_kept_memory(self.session.rb, graphs.new_bytes)

@@ -156,7 +156,9 @@ class Graphs:
 
     # ---- a micro-batch ----
 
-    def run(self, samples: Any, count: int, eager: Eager) -> Tuple[torch.Tensor, Any]:
+    def run(
+        self, samples: Any, count: int, eager: Eager, may_capture: bool = True
+    ) -> Tuple[torch.Tensor, Any]:
         """Its pass: its part of the loss, and what was beside the loss. The gradients are in
         .grad."""
         self.lends, self.new_bytes = False, 0
@@ -170,7 +172,7 @@ class Graphs:
         key = count, kind_of_divisor(self._running.divisor), key
         if key in self._held:
             return self._replay(_MicroBatch(key, samples, tensors, count), eager)
-        if not self._is_due(key):
+        if not (self._is_due(key) and may_capture):
             return self._look(eager)
         try:
             return self._capture(_MicroBatch(key, samples, tensors, count), eager)
