@@ -493,7 +493,7 @@ class Callbacks:
             self._go_backward(loss, first, count)
             return loss.detach(), kept(extras)
 
-        # A comparison of cuts has gradients of its own, for which there is no room beside a graph's.
+        # A comparison of cuts has gradients of its own, which have no room beside a graph's.
         loss, extras = graphs.run(samples, count, eager, not self.cuts.comparison)
         self.accumulators.are_lent = self._others.are_lent = graphs.lends
         if graphs.lends:
