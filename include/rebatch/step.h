@@ -787,7 +787,8 @@ REBATCH_API_CHECKED rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
 /** Declare that the running callback works in memory that was allocated before it, as the replay
- *  of a CUDA graph does: what it allocates then says nothing of what its size needs.
+ *  of a CUDA graph does: what it allocates then says nothing of what its size needs, and no plan
+ *  (rebatch_pool_options.replay) reserves memory for it.
  *  @param rb         as for rebatch_mutating()
  *  @param new_bytes  of such memory that this callback has allocated: they are no leak */
 REBATCH_API void rebatch_works_in_kept_memory(rebatch *rb, size_t new_bytes);

@@ -66,6 +66,9 @@ struct rbi_scope_use {
     uint64_t first_sequence; /* from which on blocks are inside it */
     struct rbi_pool_traffic traffic;
 };
+/* The calls of phases like the one that runs, or of `every` one, are others from now on: no plan
+ * reserves memory for them. */
+void rbi_pool_drop_plan(rebatch_pool *pool, bool every);
 /* Ends the phase, as rebatch_pool_mark() of 0 does, and says what an open scope has used, with one
  * turn of the lock. Where the scope is not open, it has used nothing. */
 void rbi_scope_end_phase(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope);

@@ -50,6 +50,13 @@ void rbi_pool_begin_marked(rebatch_pool *pool)
     begin(pool, pool->plan.marked);
 }
 
+void rbi_pool_drop_plan(rebatch_pool *pool, bool every)
+{
+    rbi_pool_take_lock(pool);
+    rbi_plan_drop(pool, every);
+    rbi_pool_give_lock(pool);
+}
+
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
 {
     rebatch_status status = rbi_pool_check(pool);

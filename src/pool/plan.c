@@ -402,6 +402,16 @@ void rbi_plan_leave(rebatch_pool *pool)
     rbi_plan_cut_up(pool, arena, plan->first_sequence);
 }
 
+void rbi_plan_drop(rebatch_pool *pool, bool every)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    rbi_plan_leave(pool);
+    plan->mode = RBI_PLAN_OFF;
+    for (size_t i = 0; i < RBI_PLAN_PHASES; i++)
+        if (every || &plan->phases[i] == plan->phase)
+            drop_plan(&plan->phases[i], 0);
+}
+
 /* ---- the phases ---- */
 
 static struct rbi_phase *find_phase(struct rbi_pool_plan *plan, uint64_t key)

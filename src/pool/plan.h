@@ -101,6 +101,9 @@ void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stre
 size_t rbi_plan_idle_bytes(const rebatch_pool *pool);
 /* Ends the serving of this phase: its blocks are laid into the pool's range like any others. */
 void rbi_plan_leave(rebatch_pool *pool);
+/* The same, and phases with its key, or `every` one, have no plan until their calls have repeated
+ * again. */
+void rbi_plan_drop(rebatch_pool *pool, bool every);
 
 /* Cuts an arena up into its blocks in use, which begin with `first_sequence`, and what is free
  * (arena.c). */

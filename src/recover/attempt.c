@@ -45,6 +45,7 @@ void rebatch_works_in_kept_memory(rebatch *rb, size_t new_bytes)
                         "rebatch_works_in_kept_memory() was called outside a callback");
     else {
         rb->callback.needs_more = true;
+        rbi_pool_drop_plan(rb->pool, new_bytes > 0);
         rb->leak.kept_bytes += new_bytes;
     }
 }

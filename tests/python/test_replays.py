@@ -50,9 +50,6 @@ class Rerun:
     def lend(self):
         pass
 
-    def give_back_rest(self):
-        pass
-
     def within(self, body):
         Rerun.is_within = True
         try:

@@ -333,6 +333,34 @@ Test(pool_plan, statistics_count_the_phases_that_a_plan_served_to_their_end)
     close_run(&run);
 }
 
+Test(pool_plan, one_that_is_dropped_reserves_nothing_until_its_calls_have_repeated)
+{
+    for (uint64_t other = 0; other < 2; other++) { /* the phase that runs, or every one */
+        struct script script;
+        struct run run = open_served(&script, 1);
+        cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1 + other), REBATCH_OK);
+        give(run.rig.pool, take(run.rig.pool, script.calls[0].bytes)); /* begins the phase */
+        rbi_pool_drop_plan(run.rig.pool, other);
+        const uint64_t planned = stats_of(run.rig.pool).planned_phases;
+        size_t released;
+        cr_assert_eq(rebatch_pool_trim(run.rig.pool, 0, &released), REBATCH_OK);
+        const size_t reserved = stats_of(run.rig.pool).reserved_bytes;
+        for (int i = 0; i < 3; i++) {
+            cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+            give(run.rig.pool, take(run.rig.pool, 1));
+            cr_assert_not(serves(&run));
+        }
+        cr_assert_leq(stats_of(run.rig.pool).reserved_bytes, reserved + PAGE);
+        cr_assert_eq(stats_of(run.rig.pool).planned_phases, planned);
+        rbi_pool_drop_plan(run.rig.pool, other); /* there is none */
+        int again = 0;
+        while (again++ < 20 && !serves(&run))
+            cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        cr_assert(serves(&run));
+        close_run(&run);
+    }
+}
+
 Test(pool_plan, its_state_is_valid_after_every_call)
 {
     struct script script;

@@ -180,5 +180,6 @@ print(replayed, graphs <= 1.05 * eager or (graphs, eager))
 """
 
 
-def test_graphs_need_no_more_memory_than_passes_without_them():
-    assert said(run(RESERVED)).split() == ["4", "True"]
+@pytest.mark.parametrize("install", ["", "rebatch.install()\n"], ids=["native", "installed"])
+def test_graphs_need_no_more_memory_than_passes_without_them(install):
+    assert said(run(install + RESERVED)).split() == ["4", "True"]

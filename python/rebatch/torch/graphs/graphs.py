@@ -29,8 +29,6 @@ _RUNS = 3
 _PASSES, _MOST_PASSES = 1, 8
 # Steps from one comparison with an eager pass to the next one.
 _COMPARED_EVERY = 1000
-# Steps after which the pool has forgotten what passes without a graph allocated.
-_PLANNED = 3
 # Shapes that are counted, and times that what a pass reads may change, before the program is told.
 _MOST_SHAPES, _MOST_CHANGES = 64, 3
 # Steps without a capture after the first OOM; twice as many after each further one, and at most.
@@ -66,7 +64,6 @@ class Graphs:
         self._parameters: Sequence[torch.Tensor] = ()
         self._changes: Optional[Changes] = Changes(running)
         self._looks = 0  # that are left in this step
-        self._captured_in = 0  # the step that captured last
         self._steps = self._wait_until = self._last_compared = 0
         self._runs: Dict[Any, int] = {}  # by key
         self._held: Dict[Any, Pass] = {}  # the one that ran last is the last
@@ -100,8 +97,6 @@ class Graphs:
             self._drop_changed(self._reads.changed())
         if self._changes and self._steps > _LOOKS and self._changes.are_known:
             self._end_looks()
-        if self._held and self._steps == self._captured_in + _PLANNED:
-            self._recorder.give_back_rest()
 
     def _ids(self) -> List[int]:
         return list(map(id, self._parameters))
@@ -346,7 +341,6 @@ class Graphs:
             program, undo = self._running.program, self._running.undo
             self._reads = Reads(program.functions_of_a_pass(), undo.tree.modules, program.update)
             self._last_compared = self._steps
-        self._captured_in = self._steps
         self._is_exact &= is_exact
         self._held[mb.key], self._counts[mb.key] = held, mb.length
 

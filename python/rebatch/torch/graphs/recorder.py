@@ -73,12 +73,6 @@ class Recorder:
             self._is_lent = not self._arena.claim()
         return not self._is_lent
 
-    def give_back_rest(self) -> None:
-        """Of the memory that passes without a graph had, and that is cached."""
-        if self.claim():
-            torch.cuda.empty_cache()
-            self.lend()
-
     def drop(self) -> None:
         """Give the arena back. All its graphs are gone."""
         self._arena = None
