@@ -570,3 +570,169 @@ def test_rows_are_copied_out_of_what_embed_keeps_or_writes_again():
     assert_near(gradients_of(model), expected)
     torch.testing.assert_close(backward.evaluate(batch), loss)
     assert most[0] == 1
+
+
+def told(embed, loss_fn, model=None, steps=5, **options):
+    """What a Backward warns of in cut batches."""
+    backward = backward_of(model or Pair().double(), embed, loss_fn, micro_start=8, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            backward(batch_of())
+    return [str(w.message) for w in caught]
+
+
+def numbered(model, samples):
+    """Labels of a micro-batch, where loss_fn takes them for those of the batch."""
+    return *embed(model, samples), torch.arange(len(samples[0]))
+
+
+def by_number(model, embeddings, batch):
+    return F.cross_entropy(embeddings[0] @ embeddings[1].T, embeddings[2])
+
+
+def sorted_rows(model, samples):
+    order = samples[0][:, 0].argsort()
+    return *embed(model, tuple(t[order] for t in samples)), order.double()
+
+
+def in_order(model, embeddings, batch):
+    left, right, order = embeddings
+    return clip(model, (left[order.argsort()], right), batch)
+
+
+@pytest.mark.parametrize("embed, loss_fn", ((numbered, by_number), (sorted_rows, in_order)))
+def test_rows_without_a_gradient_that_depend_on_other_samples_are_told(embed, loss_fn):
+    (said,) = told(embed, loss_fn)
+    assert "a row depends on the other samples of its micro-batch" in said
+    assert "compares or numbers samples in loss_fn" in said
+
+
+def test_labels_and_frozen_rows_are_told_nothing():
+    def with_labels(model, samples):
+        left, right = embed(model, samples)
+        return left, right.detach(), samples[3], samples[3].double(), left[:, :0]
+
+    assert not told(with_labels, lambda model, rows, batch: clip(model, rows[:2], batch))
+
+
+def test_passes_whose_rows_differ_are_told():
+    """The gradients would be those of rows that are in no loss."""
+    random, calls = torch.Generator(), torch.zeros(())
+
+    def drawing(model, samples):
+        left, right = embed(model, samples)
+        return left + 0.3 * torch.randn(left.shape, generator=random), right
+
+    def counting(model, samples):
+        calls.add_(1)
+        left, right = embed(model, samples)
+        return left * calls, right
+
+    def without_graph(model, samples):
+        left, right = embed(model, samples)
+        return (left if torch.is_grad_enabled() else 0.9 * left), right
+
+    for wrong in (drawing, counting, without_graph):
+        said = told(wrong, clip)[0]
+        assert "embed made other rows of the same samples in its second pass, by " in said
+        assert "generators=[...]" in said
+    assert not told(drawing, clip, generators=[random])
+    assert not any("second pass" in said for said in told(counting, clip, state=[calls]))
+    for silent in (clip, in_place):
+        assert not told(embed, silent, Pair(0.3).double())
+
+
+class NormedLoss(Pair):
+    """As in Barlow Twins."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+
+def barlow(model, embeddings, batch):
+    left, right = map(model.norm, embeddings)
+    return (left.T @ right / len(left) - torch.eye(4)).square().sum()
+
+
+def test_batch_norm_that_the_loss_runs_has_the_whole_batch_and_is_not_named():
+    model = NormedLoss().double()
+    assert not told(embed, barlow, model)
+    assert backward_of(model, embed, barlow).check(batch_of())
+
+
+class Momentum(Pair):
+    """Keys of an average of the weights, which moves once a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = copy.deepcopy(self.right).requires_grad_(False)
+        self.key[0].bias.data += 1
+
+    def move(self):
+        for mine, own in zip(self.key.parameters(), self.right.parameters()):
+            mine.data.lerp_(own.data, 0.5)
+
+
+def keys_of(model, samples):
+    return model.left(samples[0]), model.key(samples[1]).detach()
+
+
+def moved_keys(model, samples):
+    model.move()
+    return keys_of(model, samples)
+
+
+def moving(model, embeddings, batch):
+    model.move()
+    return clip(model, embeddings, batch)
+
+
+def test_an_average_that_the_loss_moves_is_no_mistake_and_in_embed_it_is_one():
+    assert backward_of(Momentum().double(), keys_of, moving).check(batch_of())
+    (found,) = backward_of(Momentum().double(), moved_keys, clip).check(batch_of()).mistakes
+    assert "and 'key.0.bias' is not the same: " in found.text
+
+
+def test_what_the_loss_takes_out_of_the_batch_is_there_again_after_an_oom():
+    model, left = Pair().double(), Unseen(1)
+    batch = {"fields": list(batch_of()), "labels": batch_of()[3]}
+
+    def taking(model, embeddings, batch):
+        labels = batch.pop("labels")
+        batch["fields"].clear()
+        if left[0]:
+            left[0] -= 1
+            out_of_memory(None)
+        return clip(model, embeddings, batch) * (1 + labels.sum())
+
+    def embed_fields(model, samples):
+        return embed(model, samples["fields"])
+
+    backward = backward_of(model, embed_fields, taking, micro_start=7)
+    loss = backward(batch)
+    assert not left[0] and "labels" in batch and len(batch["fields"]) == 4
+    torch.testing.assert_close(backward.evaluate(batch), loss)
+
+
+def test_an_embed_that_needs_a_graph_is_told_what_to_write():
+    def of_gradients(model, samples):
+        x = samples[0].clone().requires_grad_()
+        rows = model.left(x)
+        (slopes,) = torch.autograd.grad(rows.sum(), x, create_graph=True)
+        return rows + slopes.sum(1, keepdim=True), model.right(samples[1])
+
+    backward = backward_of(Pair().double(), of_gradients, clip, micro_start=7)
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        backward(batch_of())
+    (note,) = raised.value.__notes__
+    assert "first pass" in note and "expected `with torch.enable_grad():`" in note
+
+    def with_graph(model, samples):
+        with torch.enable_grad():
+            return of_gradients(model, samples)
+
+    model = Pair().double()
+    backward_of(model, with_graph, clip, micro_start=7)(batch_of())
+    assert_near(gradients_of(model), uncut(Pair().double(), with_graph, clip, batch_of())[1])

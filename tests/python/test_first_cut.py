@@ -4,6 +4,7 @@ the cut, is silent for one that does not, and leaves the training as it was."""
 import copy
 import gc
 import itertools
+import random
 import threading
 import warnings
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 import rebatch.torch as rebatch
 from rebatch._library import EventKind, LogLevel
+from rebatch.torch.check import cut_comparison
 from models import Unseen, fails_above, make, same_bits, state_of
 
 
@@ -275,6 +277,35 @@ def test_after_an_oom_in_a_comparison_only_losses_are_compared():
     assert lengths[:] == [4] * 5 + [2] + [4] * 3 and not step.report.ooms
     (text,) = warned(lambda: [step(batch) for _ in range(2)])
     assert "in micro-batches of 1" in text and "sums over its samples" in text
+
+
+def test_an_oom_behind_a_pass_of_a_comparison_leaves_the_generators(monkeypatch):
+    """In what it tells of random numbers."""
+    model, batch, its_loss = make("mlp")
+    model.eval()
+
+    def drawing(model, samples):
+        return its_loss(model, samples) * (1 + random.random())
+
+    def trained(fails):
+        mine, failures = copy.deepcopy(model), Unseen(0)
+
+        def note_draws(comparison, snapshot, mode):
+            if fails:
+                failures[0] += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        monkeypatch.setattr(cut_comparison._Comparison, "_note_draws", note_draws)
+        options = {"micro_start": 4, "growth": False, "on_event": lambda *_: None}
+        step = rebatch.Step(mine, sgd(mine), drawing, **options)
+        random.seed(0)
+        for _ in range(5):
+            step(batch)
+        assert bool(failures[0]) is fails
+        return state_of(mine), random.getstate()
+
+    failed, clean = trained(True), trained(False)
+    assert same_bits(failed[0], clean[0]) and failed[1] == clean[1]
 
 
 def test_where_memory_runs_out_in_two_comparisons_there_is_no_third():

@@ -245,6 +245,17 @@ def _has_shared(value: Any, is_shared: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and any(map(has, value))
 
 
+def shallow(value: Any) -> Any:
+    """The same tensors in containers of its own, which a loss_fn may take them out of."""
+    if isinstance(value, Mapping):
+        return with_entries(value, {k: shallow(v) for k, v in value.items()})
+    if hasattr(value, "_fields"):
+        return type(value)(*map(shallow, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(shallow, value))
+    return copy.copy(value) if _is_record(value) else value
+
+
 class Batches(List[Any]):
     """Batches of a loader that are one effective batch, and run one after another."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, List
+from typing import Any, Iterator, List, Set
 
 import torch
 
@@ -35,6 +35,29 @@ def power_iterations(root: torch.nn.Module) -> List[torch.nn.Module]:
             or any(isinstance(h, SpectralNormHook) for h in m._forward_pre_hooks.values())
         )
     ]
+
+
+class Ran:
+    """Which of some modules run."""
+
+    def __init__(self, modules: List[torch.nn.Module]):
+        self.modules = modules
+        self._seen: Set[torch.nn.Module] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = [m.register_forward_pre_hook(self._note) for m in self.modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, module: torch.nn.Module, _arguments: Any) -> None:
+        self._seen.add(module)
+
+    def that_ran(self) -> List[torch.nn.Module]:
+        return [m for m in self.modules if m in self._seen]
 
 
 def name_of(root: torch.nn.Module, module: torch.nn.Module) -> str:

@@ -55,6 +55,10 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
 def _names(changes: Dict[Tuple[str, str], Any], *kinds: str) -> List[str]:
     return [name for kind, name in changes if kind in kinds]
 
@@ -220,7 +224,8 @@ class _Checker:
 
     def _check_changes(self, outcome: Outcome) -> None:
         parameters = _names(outcome.changes, "parameter")
-        if parameters:
+        # With embed, loss_fn changes them once a batch, so cuts are compared.
+        if parameters and self._program.embed is None:
             self._mistake(
                 "parameter",
                 f"loss_fn changes {_listed(parameters)}: that happens once a micro-batch, so the "
@@ -349,27 +354,32 @@ class _Checker:
         if not self._check_finite(smaller, cut):
             return False
         difference, of_loss = _difference(whole, smaller), _loss_difference(whole, smaller)
-        buffers = self._other_buffers(whole, smaller)
+        buffers = self._changed_otherwise(whole, smaller)
         if difference > limit[0] or of_loss > limit[1]:
             self._explain(whole, smaller, largest, cut, max(difference, of_loss), buffers)
             return False
         if buffers:
+            name, advice = self._program.cut_name, "after step(batch), as an average of the weights"
+            if name == "embed":
+                advice = "in loss_fn, which runs once a batch, or after step(batch)"
             self._mistake(
                 "buffer",
-                f"{_listed(buffers)} {'is' if len(buffers) == 1 else 'are'} not the same after "
-                f"micro-batches of {cut} as after those of {largest}: loss_fn changes "
+                f"{_listed(buffers)} {_are(buffers)} not the same after "
+                f"micro-batches of {cut} as after those of {largest}: {name} changes "
                 f"{'it' if len(buffers) == 1 else 'them'} once a micro-batch",
-                "change buffers after step(batch), as an average of the weights for example",
+                f"change {'it' if len(buffers) == 1 else 'them'} {advice}",
             )
             return False
         return True
 
-    def _other_buffers(self, whole: Outcome, smaller: Outcome) -> List[str]:
+    def _changed_otherwise(self, whole: Outcome, smaller: Outcome) -> List[str]:
+        """Buffers, and with embed parameters."""
         places = {place: None for o in (whole, smaller) for place in o.changes}
+        kinds = ("buffer",) if self._program.embed is None else ("buffer", "parameter")
         return [
             name
             for kind, name in places
-            if kind == "buffer"
+            if kind in kinds
             and not _is_close(whole.changes.get((kind, name)), smaller.changes.get((kind, name)))
         ]
 
@@ -397,7 +407,8 @@ class _Checker:
                 f"gradients in micro-batches of {cut} differ from those of {largest} by "
                 f"{difference:.1%}"
             )
-            text += f", and {_listed(buffers)} is another" if buffers else ""
+            if buffers:
+                text += f", and {_listed(buffers)} {_are(buffers)} not the same"
         self._mistake(kind, text, advice)
 
     def _is_explained(self) -> bool:

@@ -21,6 +21,7 @@ from rebatch.torch.batches.cut import batch_tensors
 from rebatch.torch.batches.switched_off import (
     BATCH_NORM,
     DROPOUT,
+    Ran,
     name_of,
     power_iterations,
     switched_off,
@@ -28,7 +29,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.rounding import floors
+from rebatch.torch.check.rounding import SIXTEEN_BITS, computes_in_16_bits, floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
 from rebatch.torch.private import tree_map_only
@@ -47,7 +48,6 @@ _MOST_FAILURES = 2
 _SAMPLED = 1 << 14
 # Losses closer to 0 are compared as if they were this large.
 _TELLING = 0.1
-_16_BIT = (torch.float16, torch.bfloat16)
 # What calls a Step for the user, beside this package.
 _NOT_THE_USERS = {
     "rebatch", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers",
@@ -57,6 +57,24 @@ _NOT_THE_USERS = {
 
 class CutWarning(UserWarning):
     """The update of a Step depends on how its batch is cut."""
+
+
+def tell(running: Running, number: int, micro: int, text: str) -> None:
+    """Of a step, in micro-batches of that size: as a warning, or where its events go."""
+    text, on_event = f"rebatch: step {number}: {text}", running.program.on_event
+    if on_event is None:
+        warnings.warn(text, CutWarning, stacklevel=_level_of_the_user())
+        return
+    event = Event(
+        kind=EventKind.CUT,
+        level=LogLevel.WARN,
+        step=number,
+        batch=running.samples,
+        micro_before=micro,
+        micro_after=micro,
+        text=text.encode(),
+    )
+    on_event(text, event)
 
 
 class FirstCut:
@@ -308,17 +326,22 @@ class _Comparison:
         root = self.program.modules
         self.named = root[0] if len(root) == 1 else root
         self._off = training_modules(root, DROPOUT) + power_iterations(root)
-        self.batch_norm = training_modules(root, BATCH_NORM)
-        self._off += [m for m in self.batch_norm if m.running_mean is not None]
+        found = training_modules(root, BATCH_NORM)
+        self._off += [m for m in found if m.running_mean is not None]
+        self._ran = Ran(found)
         self.sequences = Sequences(self.named)
         self._has_rnn = any(isinstance(m, torch.nn.RNNBase) for m in root.modules())
-        self.is_16_bit = self.program.autocast is not None
-        self.is_16_bit |= any(p.dtype in _16_BIT for p in self.program.update.parameters)
+        self.is_16_bit = computes_in_16_bits(self.program)
         self.has_drawn = self.has_drawn_elsewhere = False  # by PyTorch; by NumPy or Python
         self.rounding = 0.0  # of what losses are made of
         self.ran = 0  # samples of the step's batch
         self._batch: Any = None
         self._spans: List[Tuple[int, int]] = []  # of the samples: first, count
+
+    @property
+    def batch_norm(self) -> List[torch.nn.Module]:
+        """That trains. With embed, what loss_fn runs alone has the whole batch."""
+        return self._ran.modules if self.program.embed is None else self._ran.that_ran()
 
     @property
     def is_between(self) -> bool:
@@ -339,13 +362,14 @@ class _Comparison:
                     _without_plans(self._has_rnn or not has_graph),
                     switched_off(self._off),
                     self.sequences.watching(),
+                    self._ran.watching(),
                     mode,
                 ):
                     self.results.append(self._pass(*span, has_graph))
+                self._note_draws(snapshot, mode)
             except BaseException:
                 snapshot.restore()
                 raise
-            self._note_draws(snapshot, mode)
             if not (all_left and self.passes and span[1] == self.half):
                 snapshot.restore()  # else the second micro-batch follows the first one
             if not all_left:
@@ -399,7 +423,7 @@ class _Comparison:
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept instead. A result that the backward pass does not come to, such as one that
         is logged, would otherwise hold the node that keeps it, for ever."""
-        self.is_16_bit |= tensor.dtype in _16_BIT
+        self.is_16_bit |= tensor.dtype in SIXTEEN_BITS
         return tensor.detach()
 
     def _gradients_of(self, loss: torch.Tensor) -> torch.Tensor:
@@ -413,21 +437,7 @@ class _Comparison:
         return torch.cat([_numbers_of(p, g).to(device) for p, g in zip(trained, found)])
 
     def tell(self, text: str) -> None:
-        """As a warning, or where the Step's events go."""
-        text = f"rebatch: step {self._number}: {text}"
-        if self.program.on_event is None:
-            warnings.warn(text, CutWarning, stacklevel=_level_of_the_user())
-            return
-        event = Event(
-            kind=EventKind.CUT,
-            level=LogLevel.WARN,
-            step=self._number,
-            batch=self._running.samples,
-            micro_before=self._micro,
-            micro_after=self._micro,
-            text=text.encode(),
-        )
-        self.program.on_event(text, event)
+        tell(self._running, self._number, self._micro, text)
 
     @property
     def names(self) -> str:

@@ -148,7 +148,7 @@ def explain(
 
 _ADVICE_ON_ROWS = (
     "compute rows each from its own sample (GroupNorm for BatchNorm, padding to a fixed length), "
-    "and what compares samples in loss_fn"
+    "and what compares or numbers samples in loss_fn"
 )
 _ADVICE = (
     "the loss is no mean over samples, for example one over the tokens, the padding or the class "

@@ -14,6 +14,7 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.join_on_host import joined_where_it_fits, once_more
 from rebatch.torch.batches.outputs import joined, kept
 from rebatch.torch.check.cut_comparison import FirstCut
+from rebatch.torch.check.two_passes import TwoPasses
 from rebatch.torch.core.rehearsal import rehearse
 from rebatch.torch.core.whole_loss import Rows, WholeLoss
 from rebatch.torch.graphs.graphs import Graphs
@@ -89,7 +90,8 @@ class Callbacks:
             from rebatch.torch.ranks.gathering import Gathering
 
             gathering = Gathering(self._ranks)
-        return WholeLoss(self._running, gathering, weakly(self._put_back_pass))
+        passes = TwoPasses(self._running.program, self.cuts.is_done)
+        return WholeLoss(self._running, gathering, weakly(self._put_back_pass), passes)
 
     def _make_ops(self) -> c.StepOps:
         program, gone = self._running.program, c.Status.E_USER
@@ -453,6 +455,11 @@ class Callbacks:
                 f"samples of the micro-batch before, and this one has {count}: expected a state "
                 "that does not depend on the micro-batch, or micro_allowed=[N] with a size that "
                 "stays"
+            )
+        elif self.whole_loss and not self.whole_loss.has_graph and "grad" in str(error):
+            note = (
+                "rebatch: a batch that is cut is embedded twice, and the first pass has no graph: "
+                "expected `with torch.enable_grad():` around what takes gradients in embed"
             )
         elif count < running.place(first)[2] and not str(error).startswith("rebatch"):
             self.failed_in_part = True

@@ -30,7 +30,7 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import batch_norms, keep_pairs, train_any
 from rebatch.torch.batches.cut import Batches, cut_of
 from rebatch.torch.check.check import check_step
-from rebatch.torch.check.cut_comparison import FirstCut
+from rebatch.torch.check.cut_comparison import FirstCut, tell
 from rebatch.torch.check.findings import Check, accepted_kinds
 from rebatch.torch.core.arguments import (
     check_arguments,
@@ -287,6 +287,8 @@ class Training:
         if not status and callbacks.is_applied:
             self._finish()
         session.raise_failure(status)
+        if callbacks.whole_loss and (said := callbacks.whole_loss.passes.found()):
+            tell(running, self.report.step, self.report.micro, said)
         if session.meter and session.meter.swallowed:
             self._tell_swallowed(session.meter)
 

@@ -13,7 +13,9 @@ import torch
 from rebatch import _library as c
 from rebatch._library import lib
 from rebatch.torch.allocator import install as allocator
+from rebatch.torch.batches.cut import shallow
 from rebatch.torch.batches.outputs import kept, split_result
+from rebatch.torch.check.two_passes import TwoPasses
 from rebatch.torch.program.embeddings import (
     AsResult,
     Embedded,
@@ -38,9 +40,14 @@ class WholeLoss:
     """Of one training. put_back() makes the state that before the attempt which runs."""
 
     def __init__(
-        self, running: Running, gathering: Optional[Gathering], put_back: Callable[[], None]
+        self,
+        running: Running,
+        gathering: Optional[Gathering],
+        put_back: Callable[[], None],
+        passes: TwoPasses,
     ):
         self._running, self.gathering, self._put_back = running, gathering, put_back
+        self.passes = passes
         self._is_used = False  # what embed returned, in a loss, as far as is known
         self.begin()
 
@@ -48,6 +55,7 @@ class WholeLoss:
         """A batch begins."""
         self._ooms = 0  # of its loss, where that ran alone
         self._has_voted = self.is_in_loss = False
+        self.has_graph = True  # what runs of embed
         self.drop()
 
     def voted(self) -> None:
@@ -58,10 +66,13 @@ class WholeLoss:
 
     def drop(self) -> None:
         """Nothing of the batch is held."""
+        self.passes.begin()
         self._graph: Optional[Embedded] = None  # of a whole batch
         self._own: Optional[Embedded] = None  # rows of this rank, without a graph
         self._met: Any = None  # rows of all ranks, and where this one's begin
         self._leaves: List[torch.Tensor] = []  # rows of all ranks
+        self._results: List[torch.Tensor] = []  # the same for loss_fn, which may change them
+        self._are_as_made: List[bool] = []  # and whether it has not
         self._start = 0  # of this rank's rows in these
         self._gradients: List[Optional[torch.Tensor]] = []  # by this rank's rows
         self._spans: List[Span] = []  # of the first pass
@@ -75,7 +86,7 @@ class WholeLoss:
     def first_pass(self, count: int) -> None:
         """Of all samples, in micro-batches of `count`. A whole batch keeps its graph."""
         self.drop()
-        self.is_in_loss = False
+        self.is_in_loss, self.has_graph = False, True
         running, is_whole = self._running, count == self._running.samples
         if is_whole and not self.gathering:
             self._graph = self._embedded(0, count)
@@ -87,8 +98,10 @@ class WholeLoss:
             self._graph = self._embedded(0, count)
             self._own = self._graph.detached()
         else:
+            self.has_graph = False
             with torch.no_grad():
                 self._own = joined_rows([self._embedded(*s).copied() for s in self._spans])
+            self.has_graph = True
         self._draws = running.generators.have_moved(self._states[0])
         self._states.append(running.generators.states())
         if not is_whole:
@@ -161,9 +174,9 @@ class WholeLoss:
                 (self._leaves, self._start), ranks = met, self.gathering.size
             self._leaves = [t.detach().requires_grad_(may_have_gradient(t)) for t in self._leaves]
             results = [AsResult.apply(t) if t.requires_grad else t for t in self._leaves]
-            value = self._own.with_rows(results)
+            value, self._results = self._own.with_rows(results), results
             running.generators.put(self._states[1])
-        loss, extras = split_result(program.called(program.loss_fn, value, running.batch))
+        loss, extras = split_result(program.called(program.loss_fn, value, shallow(running.batch)))
         loss = running.weighted(loss, running.total, trained)
         return loss / ranks if ranks > 1 else loss, kept(extras)
 
@@ -179,7 +192,8 @@ class WholeLoss:
         mine = slice(self._start, self._start + running.samples)
         gradients = [leaf.grad for leaf in self._leaves]
         self._gradients = [g if g is None else g[mine] * ranks for g in gradients]
-        self._leaves, self._left = [], list(self._spans)
+        self._are_as_made = [result._version == 0 for result in self._results]
+        self._leaves, self._results, self._left = [], [], list(self._spans)
         self._states[2:] = [running.generators.states()]
         if not self._graph:
             running.generators.put(self._states[0])
@@ -206,16 +220,20 @@ class WholeLoss:
             yield from self.second_pass(*span)
 
     def _rows(self, first: int, count: int) -> Rows:
+        assert self._own is not None
         graph, self._graph = self._graph, None
-        tensors = (graph or self._embedded(first, count)).tensors
-        pairs = [
-            (tensor, gradient[first : first + count])
-            for tensor, gradient in zip(tensors, self._gradients)
+        tensors, rows = (graph or self._embedded(first, count)).tensors, slice(first, first + count)
+        used = [
+            (i, tensor, gradient[rows])
+            for i, (tensor, gradient) in enumerate(zip(tensors, self._gradients))
             if tensor.requires_grad and gradient is not None
         ]
-        if not pairs:
+        if not used:
             refuse_no_gradient()
-        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        if not graph:
+            own = self._own.tensors
+            self.passes.note([(t, own[i][rows]) for i, t, _ in used if self._are_as_made[i]])
+        return [tensor for _, tensor, _ in used], [gradient for _, _, gradient in used]
 
     # ---- with other ranks ----
 
@@ -255,7 +273,7 @@ def evaluated(program: Program, batch: Any, parts: List[Any]) -> Tuple[torch.Ten
     value = whole.with_rows(whole.tensors)
     try:
         with torch.no_grad():
-            loss, extras = split_result(program.called(program.loss_fn, value, batch))
+            loss, extras = split_result(program.called(program.loss_fn, value, shallow(batch)))
     except Exception as error:
         if not is_oom(error):
             raise

@@ -36,15 +36,13 @@ class Embedded:
             count = len(tensors[0])
         for tensor in tensors or [None]:
             is_whole = isinstance(tensor, torch.Tensor) and not tensor.is_nested
+            is_whole = is_whole and tensor.layout == torch.strided
             if not (is_whole and tensor.dim() and len(tensor) == count):
-                what = f"a {type(tensor).__name__}"
-                if isinstance(tensor, torch.Tensor):
-                    what = "a nested tensor"
-                if is_whole:
-                    what = f"a tensor of shape {tuple(tensor.shape)}"
                 raise ValueError(
-                    f"rebatch: embed returned {what} for {count} samples: expected a tensor, or a "
-                    "tuple or dict of tensors, with a row for each sample in the first dimension"
+                    f"rebatch: embed returned {_described(tensor, is_whole)} for {count} samples: "
+                    "expected a tensor, or a tuple or dict of tensors, with a row for each sample "
+                    "in the first dimension; what belongs to the whole batch, such as a "
+                    "temperature, loss_fn takes from the model"
                 )
         self.tensors: List[torch.Tensor] = tensors
 
@@ -69,17 +67,35 @@ class Embedded:
 
     def stand_in(self) -> torch.Tensor:
         """A mean over the samples in place of the loss, for a few samples alone: at another cut it
-        is another one where a row depends on other samples."""
-        means = []
-        for tensor in filter(may_have_gradient, self.tensors):
-            rows = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            rows = rows.reshape(len(tensor), -1)
-            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            weights = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
-            means.append((rows.sin() * weights).sum(1).mean())
-        if not means or torch.is_grad_enabled():
-            self.check_graph()
-        return torch.stack(means).sum()
+        is another one where a row depends on other samples. Rows that get no gradient, such as
+        labels, are a factor of the others."""
+        has_graph = torch.is_grad_enabled()
+        trained = [t for t in self.tensors if t.requires_grad or not has_graph]
+        trained = list(filter(may_have_gradient, trained))
+        if not trained:
+            refuse_no_gradient()
+        others = [t for t in self.tensors if t.numel() and not any(t is each for each in trained)]
+        rows = torch.stack([_of_each_row(t).sum(1) for t in trained]).sum(0)
+        for tensor in others:
+            rows = rows * (1.5 + _of_each_row(tensor).mean(1))
+        return rows.mean()
+
+
+def _of_each_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers between -1 and 1."""
+    rows = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    rows = rows[:, None].flatten(1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    weights = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
+    return rows.sin() * weights
+
+
+def _described(value: Any, is_whole: bool) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    if not is_whole:
+        return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+    return f"a tensor of shape {tuple(value.shape)}"
 
 
 def refuse_no_gradient() -> None:
