@@ -185,8 +185,10 @@ def memory_fraction(device: int) -> float:
 def mem_get_info(device: Any = None) -> Tuple[int, int]:
     """Free and all bytes of a GPU. HAMi refuses the question while its container uses more than its
     limit: then nothing is free."""
+    is_number = isinstance(device, int)  # so PyTorch's own function, with ten calls, is not needed
     try:
-        return torch.cuda.mem_get_info(device)
+        ask = torch.cuda.cudart().cudaMemGetInfo if is_number else torch.cuda.mem_get_info
+        return ask(device)
     except RuntimeError as error:
         if "invalid argument" not in str(error):
             raise

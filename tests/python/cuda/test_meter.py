@@ -44,21 +44,22 @@ def asked(monkeypatch):
 
         monkeypatch.setattr(NativeMeter, name, call)
 
-    for name in ("_begin", "_read", "_available", "_most_bytes"):
+    for name in ("_begin", "_read", "_available", "_most_bytes", "_statistics"):
         counted(name)
     return counts
 
 
-@pytest.mark.parametrize("micros", (1, 4))
+@pytest.mark.parametrize("micros", (1, 4, 8))
 def test_a_settled_step_asks_what_is_available_and_nothing_else(asked, micros):
-    step, batch = make(loss_of, micro_start=8 // micros), torch.randn(8, 4, device="cuda")
+    """PyTorch before the first micro-batch and the second one, whose figures the others take."""
+    step, batch = make(loss_of, micro_start=16 // micros), torch.randn(16, 4, device="cuda")
     for _ in range(_SETTLED):
         step(batch)
     assert asked["_begin"] and asked["_read"]
     asked.clear()
     step(batch)
     assert step.report.microbatches == micros
-    assert asked == {"_available": micros, "_most_bytes": 1}
+    assert asked == {"_available": micros, "_most_bytes": 1, "_statistics": min(micros, 2)}
 
 
 def test_another_size_is_measured_and_settles_again(asked):

@@ -344,6 +344,8 @@ class Callbacks:
             # The update begins without calling the program.
             self.session.saves_attempts = self._ranks is not None
         self._accumulated += count
+        if self.session.meter:
+            self.session.meter.micros += 1
         if self.cuts.comparison:
             self.cuts.comparison.ran = self._accumulated
         if self._ranks:

@@ -31,7 +31,7 @@ class UnknownMeter:
     def __init__(self) -> None:
         self.asked_bytes = self.promised_bytes = 0
         self.has_failed = False
-        self.swallowed = 0
+        self.swallowed = self.micros = 0
         self.live_at_begin = self.ooms_at_begin = 0
         self._settled = c.MeterReading()
         self._settled_size = C.c_size_t(-1)  # C calls neither begin nor read
@@ -77,8 +77,11 @@ class NativeMeter:
         self._is_measuring = self._is_measuring_step = self._is_alike = False
         self._settled = c.MeterReading()  # what C takes in place of a call
         self._settled_size = C.c_size_t()  # of micro-batches for which it does
+        self.micros = 0  # that this step has accumulated
         self._was_asked = False  # in this step, what is available: _settled is of now
+        self._was_asked_with_sums = False  # and after its first micro-batch
         self._most = 0  # that could be allocated in all when the device was asked in this step
+        self._left_bytes = 0  # what was available then
         self._retries_at_begin = 0
         self.asked_bytes = 0
         self.has_failed = False  # the callback that runs
@@ -115,7 +118,8 @@ class NativeMeter:
             self._steps[kind] = times + 1
         elif not self._was_asked:
             self._settle(self._statistics())
-        self._was_asked, self._most = False, 0
+        self._was_asked = self._was_asked_with_sums = False
+        self._most = self.micros = 0
 
     def _settle(self, statistics: dict[Any, Any]) -> None:
         """What C takes from now on, unless an allocation has failed, or nearly, of which it is to
@@ -174,7 +178,7 @@ class NativeMeter:
     def _outside(self, _user: Any) -> int:
         """0 where the limit of this process comes first."""
         reserved = self._reserved_bytes()
-        free, total = mem_get_info(self._device)
+        free, total = mem_get_info(self._device.index)
         limit = int(total * memory_fraction(self._device.index))
         return 0 if limit <= free + reserved else total - free - reserved
 
@@ -185,7 +189,7 @@ class NativeMeter:
 
     def _most_bytes(self, statistics: dict[Any, Any]) -> int:
         """That can be allocated in all, by what the device has."""
-        free, total = mem_get_info(self._device)
+        free, total = mem_get_info(self._device.index)
         reserved = int(statistics["reserved_bytes"]["all"]["current"])
         return min(free + reserved, int(total * memory_fraction(self._device.index)))
 
@@ -194,15 +198,19 @@ class NativeMeter:
         return int(max(0, most - allocated - self.promised_bytes))
 
     def _available(self, out: Any, _user: Any) -> int:
-        """A step like those before it asks the device once: PyTorch's figures change with each
-        micro-batch, and the device's with other processes."""
-        statistics = self._statistics()
-        if not (self._is_alike and self._most):
-            self._most = self._most_bytes(statistics)
-        out[0] = self._left(statistics, self._most)
-        if self._settled_size.value:
-            self._was_asked = True
-            self._settle(statistics)
+        """A step like those before it asks the device once, whose figures change with other
+        processes, and PyTorch before the first micro-batch and the second one, which finds the sums
+        of the first: those after it find what it found."""
+        is_settled = bool(self._settled_size.value)
+        if not (is_settled and self._was_asked_with_sums):
+            statistics = self._statistics()
+            if not (self._is_alike and self._most):
+                self._most = self._most_bytes(statistics)
+            self._left_bytes = self._left(statistics, self._most)
+            if is_settled:
+                self._was_asked, self._was_asked_with_sums = True, self.micros > 0
+                self._settle(statistics)
+        out[0] = self._left_bytes
         return 0
 
     def _release(self, _user: Any) -> int:
