@@ -1,6 +1,7 @@
 """rebatch.Budget: the most cost of the next micro-batch, on a device whose memory is counted by the
 test, and on a CPU, whose memory is not."""
 
+import contextlib
 import copy
 import datetime
 import json
@@ -9,6 +10,7 @@ import pathlib
 import random
 import re
 import subprocess
+import warnings
 
 import numpy
 import pytest
@@ -389,6 +391,42 @@ def test_other_exceptions_pass_and_teach_nothing():
     assert budget.tokens == 8 and budget.ooms == budget.microbatches == 0
 
 
+def tried(device, size):
+    with contextlib.suppress(torch.OutOfMemoryError):
+        device.take(size)
+
+
+@pytest.mark.parametrize("where", ["block", "function", "PyTorch"])
+def test_an_oom_that_the_block_keeps_to_itself_lowers_it(device, where):
+    """One with which PyTorch copes, as its search for a convolution does, tells nothing."""
+    budget = rebatch.Budget(small(), start=10, log_level="quiet")
+    for _ in range(16):
+        run(budget, device, budget.tokens, line(budget.tokens))
+    before = budget.tokens
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            if where == "block":
+                with budget.measure(budget.tokens):
+                    try:
+                        device.take(8 * GIB)
+                    except torch.OutOfMemoryError:
+                        continue
+            elif where == "function":
+                with budget.measure(budget.tokens):
+                    tried(device, 8 * GIB)
+            else:
+                with budget.measure(budget.tokens // 2):
+                    device.ooms += 1
+    if where == "PyTorch":
+        assert (budget.tokens, budget.ooms, caught) == (before, 0, [])
+        return
+    assert budget.tokens < before / 2 and budget.ooms == 20
+    (said,) = caught
+    text = r"1 time in a block of measure.*test_budget.py:\d+, and put a `try`"
+    assert re.search(text, str(said.message))
+
+
 def test_cost_may_be_a_function_of_the_micro_batch(device):
     budget = rebatch.Budget(small(), cost=lambda batch: (batch.numel(), batch.shape[1]))
     with budget.measure(torch.zeros(2, 300)):
@@ -421,6 +459,26 @@ def test_largest_bounds_it(device):
         (lambda: rebatch.Budget(torch.ones(1)), "model is of type Tensor: expected a torch.nn.Mo"),
         (lambda: rebatch.Budget(small()).measure(1, 0), "longest is 0: expected a length above 0"),
         (lambda: rebatch.Budget(small()).tokens_for(-1), "longest is -1: expected"),
+        (lambda: rebatch.Budget(small()).measure(2**64), "cost is 184.*: expected"),
+        (lambda: rebatch.Budget(small()).measure(10**400), "cost is a int: expected"),
+        (lambda: rebatch.Budget(small()).measure(1, 1e30), "longest is 1e.30: expect"),
+        (lambda: rebatch.Budget(small(), start=None), "start is a NoneType: exp"),
+        (lambda: rebatch.Budget(small(), start=math.inf), "start is inf: expected 1"),
+        (lambda: rebatch.Budget(small(), largest="all"), "largest is a str: expect"),
+        (lambda: rebatch.Budget(small(), "adam"), "optimizer is of type str: expected"),
+        (lambda: rebatch.Budget(small(), cost=5), "cost is 5: expected a function"),
+        (
+            lambda: rebatch.Budget(small(), cost=lambda batch: (1, 2, 3)).measure(0),
+            "cost is a tuple: expected a number above 0, or Budget.cost=...",
+        ),
+        (
+            lambda: rebatch.Budget(small()).load_state_dict({"micro": 3}),
+            "the state is {'micro': 3}: expected what Budget.state_dict.. returned",
+        ),
+        (
+            lambda: rebatch.Budget(small()).load_state_dict({"classes": [[0, math.nan, 0.0]]}),
+            "the state is .* expected what Budget.state_dict.. returned",
+        ),
     ],
 )
 def test_mistakes_are_refused(call, said):

@@ -6,22 +6,26 @@ import dataclasses
 import gc
 import math
 import sys
+import types
+import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 
 from rebatch import _library as c
 from rebatch._library import lib
+from rebatch._user_code import user_stacklevel
 from rebatch.torch.backward import Backward
 from rebatch.torch.program.program import listed
 from rebatch.torch.session.cost_memory import CostMemory
 from rebatch.torch.session.oom import asked_bytes, is_oom, let_go
 from rebatch.torch.session.report import Report
 from rebatch.torch.session.session import session_options
+from rebatch.torch.session.swallowed import swallowing_line_of_block
 from rebatch.torch.undo.block_names import BlockNames
 from rebatch.torch.undo.copies import own_part
 from rebatch.torch.update.first_memory import first_kept_bytes
-from rebatch.torch.update.passes import check_has
+from rebatch.torch.update.passes import check_has, check_optimizer
 
 # Classes of length, so many in each factor of two; the first is of micro-batches without a length.
 _IN_OCTAVE = 8
@@ -31,17 +35,19 @@ _SPARE = 64
 _PIECE = 16  # such a part more is kept out when memory that lay in pieces was too little again
 _MOST_BARE = 16  # blocks in a row that begin without gradients where others began with them
 _LOW_COST = 64  # such a part of the budget is low
+_MOST_COST = 2**53  # counted without rounding
+_STATE = "what Budget.state_dict() returned"
 _CLASSES = 1 + _IN_OCTAVE * (_HIGH - _LOW)
 
 
-def _number_of(name: str, value: Any, expected: str) -> float:
-    """Of a cost or length, which may be a tensor or an array of one."""
+def _number_of(name: str, value: Any, expected: str, least: float = 0.0) -> float:
+    """Of a cost or length above 0, or from `least` on, which may be a tensor or an array of one."""
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         kind = type(value).__name__
         raise TypeError(f"rebatch: {name} is a {kind}: expected {expected}") from None
-    if not 0 < number < math.inf:
+    if not (0 < number <= _MOST_COST and number >= least):
         raise ValueError(f"rebatch: {name} is {value!r}: expected {expected}")
     return number
 
@@ -125,20 +131,26 @@ class Budget(Tokens):
         log_level: str = "default",
     ) -> None:
         super().__init__(torch.zeros(_CLASSES, 2, dtype=torch.float64).share_memory_())
-        for name, value in (("start", start), ("largest", 1 if largest is None else largest)):
-            if not value >= 1:
-                raise ValueError(f"rebatch: {name} is {value!r}: expected 1 or more")
+        start = int(_number_of("start", start, "1 or more", 1))
+        largest = None if largest == math.inf else largest
+        if largest is not None:
+            largest = int(_number_of("largest", largest, "1 or more, or None", 1))
         self._backward = model if isinstance(model, Backward) else None
         self._modules = listed(self._backward.model if self._backward else model)
         for module in self._modules:
             check_has("model", module, "named_buffers", "a torch.nn.Module, or a Backward")
         self._optimizers, self._cost = listed(optimizer), cost
-        self._start, self._largest, self._log_level = int(start), largest, log_level
+        for each in self._optimizers:
+            check_optimizer("optimizer", each)
+        if not (cost is None or callable(cost)):
+            raise TypeError(f"rebatch: cost is {cost!r}: expected a function of a micro-batch")
+        self._start, self._largest, self._log_level = start, largest, log_level
         self._memory: Optional[CostMemory] = None  # once a micro-batch has run
         self._known: Dict[int, _Class] = {}
         self._seen_bytes = 0  # that were available when all classes were looked at
         self._in_pieces = 0  # bytes that were free when a request failed for which they are enough
         self._agrees = self._accumulates = False
+        self._told: Set[str] = set()  # lines that keep an OOM to themselves
         self._bare = 0  # blocks in a row that began without gradients
         self.microbatches = self.ooms = 0
         self._publish()
@@ -161,7 +173,8 @@ class Budget(Tokens):
         there in part: clear them where the micro-batch is to run again."""
         if self._cost:
             found = self._cost(cost)
-            cost, longest = found if isinstance(found, tuple) else (found, longest)
+            is_pair = isinstance(found, tuple) and len(found) == 2
+            cost, longest = found if is_pair else (found, longest)
         cost = _number_of("cost", cost, "a number above 0, or Budget(cost=...) that returns it")
         if longest is not None:
             longest = _number_of("longest", longest, "a length above 0")
@@ -188,7 +201,14 @@ class Budget(Tokens):
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Go on with the budgets of state_dict()."""
-        self._known = {int(key): _Class(*values) for key, *values in state["classes"]}
+        try:
+            known = {int(key): _Class(*values) for key, *values in state["classes"]}
+            is_right = all(0 <= n < _CLASSES and 1 <= k.budget for n, k in known.items())
+        except (KeyError, TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise ValueError(f"rebatch: the state is {state!r:.60}: expected {_STATE}")
+        self._known = known
         self._memory = None
         self._publish()
 
@@ -268,6 +288,22 @@ class Budget(Tokens):
         if not backward.report.ranks:
             backward.load_state_dict({**backward.state_dict(), "micro": 0})
         return int(c.Status.OOM) if backward.report.ooms else None
+
+    def _result_of_swallowed(self, frame: types.FrameType, number: int) -> Optional[int]:
+        """Allocations have failed in the block that ends in that frame, and nothing was raised. It
+        has failed where the program takes that, and tells nothing where PyTorch has coped with
+        it."""
+        line = swallowing_line_of_block(frame)
+        if line and line not in self._told:
+            self._told.add(line)
+            warnings.warn(
+                f"rebatch: PyTorch ran out of memory {number} time{'s' * (number > 1)} in a block "
+                "of measure(), which kept that to itself: the budget falls, and what the block has "
+                f"changed stays: remove the handler at {line}, and put a `try` around the `with`",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return int(c.Status.OOM) if line else None
 
     def _learn(self, block: Measure, needed: int, asked: int, result: Optional[int]) -> None:
         """A block has ended. Its result is None where it tells nothing of its cost."""
@@ -371,6 +407,8 @@ class Measure:
         needed = max(0, figures.peak - self._base_bytes)
         if error is None:
             result = budget._result_of_backward(self._report)
+            if figures.ooms > self._ooms and not budget._backward:
+                result = budget._result_of_swallowed(sys._getframe(1), figures.ooms - self._ooms)
             budget._learn(self, needed, 0, result if result or self._is_telling else None)
         elif isinstance(error, Exception) and is_oom(error, figures.ooms > self._ooms):
             asked = asked_bytes(error)

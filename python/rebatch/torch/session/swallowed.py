@@ -26,10 +26,19 @@ def _catches(kind: Optional[ast.expr]) -> bool:
 def _line_in(function: Any) -> str:
     """Of the first handler that takes an OOM and raises nothing; "": there is none."""
     code = function.__code__
+    tree = _tree_of(function)
+    return _handler_in(tree, code.co_filename, code.co_firstlineno) if tree else ""
+
+
+def _tree_of(code: Any) -> Optional[ast.AST]:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
-        return ""
+        return None
+
+
+def _handler_in(tree: ast.AST, file: str, first: int) -> str:
+    """`first`: the line of the file that the source of the tree begins with."""
     for node in ast.walk(tree):
         is_handler = isinstance(node, ast.ExceptHandler) and _catches(node.type)
         is_suppressing = (
@@ -39,7 +48,7 @@ def _line_in(function: Any) -> str:
         )
         raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
         if is_handler and not raises or is_suppressing:
-            return f"{code.co_filename}:{code.co_firstlineno + getattr(node, 'lineno', 1) - 1}"
+            return f"{file}:{first + getattr(node, 'lineno', 1) - 1}"
     return ""
 
 
@@ -68,3 +77,23 @@ def swallowing_line(functions: List[Any], modules: List[torch.nn.Module]) -> str
         if line:
             return line
     return ""
+
+
+def swallowing_line_of_block(frame: types.FrameType) -> str:
+    """The same of the `with` that ends at the line of a frame, and of the functions that its block
+    names."""
+    code = frame.f_code
+    tree, first = _tree_of(frame), max(1, code.co_firstlineno)
+    line = frame.f_lineno - first + 1
+    blocks = [
+        node
+        for node in ast.walk(tree or ast.Module([], []))
+        if isinstance(node, ast.With) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    if not blocks:
+        return ""
+    block = max(blocks, key=lambda node: node.lineno)
+    known = {**frame.f_globals, **frame.f_locals}
+    names = {node.id for node in ast.walk(block) if isinstance(node, ast.Name)} & set(known)
+    functions = [known[name] for name in sorted(names)]
+    return _handler_in(block, code.co_filename, first) or swallowing_line(functions, [])
