@@ -214,6 +214,9 @@ def test_a_wake_without_the_memory_may_be_repeated():
     [
         ("sleep(keep=('wieghts',))", "keep has 'wieghts': expected a tag of rebatch.tag(), of "),
         ("sleep(drop='cache')", "drop is 'cache': expected a tuple of tags"),
+        ("sleep(keep=None)", "keep is None: expected a tuple of tags"),
+        ("sleep(keep=(tag for tag in ('cache',)))", ": expected a tuple of tags"),
+        ("sleep(keep=(3,))", "keep has 3: expected a tag of rebatch.tag(), of which there are 'we"),
         ("install(floor='1GiB')", "floor is 1073741824 bytes: expected at most the limit, 5368709"),
     ],
 )
@@ -222,6 +225,51 @@ def test_wrong_arguments(call, text):
         f"try:\n    rebatch.{call}\nexcept (ValueError, TypeError) as error:\n    print(error)\n"
     )
     assert text in child(script)
+
+
+def test_a_tag_is_told_by_its_first_31_bytes():
+    script = BEGIN + (
+        "with rebatch.tag('\u00e4' * 20):\n"
+        "    cut = tensor(16 * MIB)\n"
+        "print(rebatch.sleep(keep=['\u00e4' * 20])['kept_bytes'] // MIB)\n"
+        "rebatch.wake()\n"
+    )
+    assert child(script) == "16\n"
+
+
+def test_a_child_of_fork_neither_sleeps_nor_wakes():
+    script = BEGIN + (
+        "import os\n"
+        "pid = os.fork()\n"
+        "for call in (rebatch.sleep, rebatch.wake) if pid == 0 else ():\n"
+        "    try:\n"
+        "        call()\n"
+        "    except RuntimeError as error:\n"
+        "        print(error)\n"
+        "if pid == 0:\n"
+        "    sys.stdout.flush()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "print(rebatch.sleep()['held_bytes'])\n"
+        "rebatch.wake()\n"
+    )
+    *refused, held = child(script).splitlines()
+    assert len(refused) == 2 and all("in forked subprocess" in line for line in refused)
+    assert held == "0"
+
+
+@pytest.mark.parametrize("first", ["", "x = tensor(MIB)\n"])
+def test_a_limit_that_is_lowered_below_the_floor_holds(first):
+    script = (
+        "import rebatch.torch as rebatch\n"
+        "rebatch.install(limit='512MiB', floor='96MiB')\n"
+        f"{first}"
+        "rebatch.install(limit='64MiB')\n"
+        "y = tensor(MIB)\n"
+        "torch.cuda.empty_cache()\n"
+        "print(rebatch.stats()['reserved_bytes'] // MIB)\n"
+    )
+    assert child(script) == "64\n"
 
 
 def test_a_floor_stays_reserved():

@@ -139,8 +139,9 @@ rebatch_status open_locked(Slot &slot, int device)
     }
     if (status == REBATCH_OK)
         status = rebatch_pool_set_interrupt(pool, is_interrupted, nullptr);
-    if (status == REBATCH_OK && floor_bytes)
-        status = rebatch_pool_set_floor(pool, floor_bytes);
+    if (status == REBATCH_OK && floor_bytes) // a limit that was lowered below it holds
+        status = rebatch_pool_set_floor(
+            pool, std::min(floor_bytes, options.limit_bytes ? options.limit_bytes : SIZE_MAX));
     if (status == REBATCH_OK)
         status = rebatch_pool_add_pressure(pool, release_native_cache, &slot);
     if (status != REBATCH_OK) {

@@ -28,7 +28,6 @@ _Device = Union[torch.device, int, str, None]  # as PyTorch names it
 
 _install_lock = threading.Lock()
 _options: dict[str, int] = {}  # the members of PoolOptions that were set
-_floor = 0
 
 
 def install(
@@ -75,17 +74,21 @@ def install(
         RuntimeError: PyTorch uses another allocator than its native one, or an option cannot change
             any more.
     """
-    global _front_library, _floor
-    floor_bytes = _floor if floor is None else _bytes("floor", floor)
+    global _front_library
+    floor_bytes = 0 if floor is None else _bytes("floor", floor)
     given = _members(limit, headroom, events, replay, rounding_divisions)
     first = {**_pytorchs_members(), **given}
     options = _pool_options(first)
-    _check_floor(floor_bytes, _pool_options({**_options, **given}).limit_bytes)
+    limit_bytes = _pool_options({**_options, **given}).limit_bytes
+    if 0 < limit_bytes < floor_bytes:
+        raise ValueError(
+            f"rebatch: floor is {floor_bytes} bytes: expected at most the limit, {limit_bytes}"
+        )
     with _install_lock:
         if _front_library is not None:
             _change(_front_library, given)
-            _library.check(_front_library.rebatch_torch_set_floor(floor_bytes))
-            _floor = floor_bytes
+            if floor is not None:
+                _library.check(_front_library.rebatch_torch_set_floor(floor_bytes))
             return
         if not torch.cuda.is_available():
             warnings.warn(
@@ -95,17 +98,9 @@ def install(
         _front_library = _load_front(options)
         _options.update(first)
         _library.check(_front_library.rebatch_torch_set_floor(floor_bytes))
-        _floor = floor_bytes
         _warn_of_settings()
         phases.watch_optimizers(pool)
         _empty_native_cache()
-
-
-def _check_floor(floor_bytes: int, limit_bytes: int) -> None:
-    if 0 < limit_bytes < floor_bytes:
-        raise ValueError(
-            f"rebatch: floor is {floor_bytes} bytes: expected at most the limit, {limit_bytes}"
-        )
 
 
 def _empty_native_cache() -> None:

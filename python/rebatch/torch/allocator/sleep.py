@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 
@@ -12,9 +12,10 @@ from rebatch.torch.allocator import install
 
 
 def _pools() -> dict[int, int]:
-    """The pools of this process, by their GPU's number. Raises RuntimeError before install()."""
+    """The pools of this process, by their GPU's number."""
     if install.front() is None:
         install.pool()  # which says so
+    torch.cuda.init()
     devices = range(torch.cuda.device_count())
     found = {device: install.front().rebatch_torch_find_pool(device) for device in devices}
     return {device: pool for device, pool in found.items() if pool}
@@ -23,27 +24,23 @@ def _pools() -> dict[int, int]:
 _asleep: set[int] = set()  # by sleep(), until wake()
 
 
-def _names(pool: int) -> list[str]:
-    """The names of a pool's tags, by number."""
-    names: list[str] = []
+def _numbers(pool: int, option: str, tags: Collection[str]) -> ctypes.Array[ctypes.c_uint16]:
+    """The numbers of tags. Raises ValueError for one that nothing was allocated with."""
+    if isinstance(tags, (str, bytes)) or not isinstance(tags, Collection):
+        raise TypeError(f'rebatch: {option} is {tags!r}: expected a tuple of tags, ("weights",)')
+    names: list[bytes] = []
     usage = _library.TagUsage()
     while lib.rebatch_pool_get_tag_usage(ctypes.byref(usage), pool, len(names)) == 0:
-        names.append(usage.name.decode(errors="replace"))
-    return names
-
-
-def _numbers(pool: int, option: str, tags: Sequence[str]) -> ctypes.Array[ctypes.c_uint16]:
-    """The numbers of tags. Raises ValueError for one that nothing was allocated with."""
-    if isinstance(tags, str):
-        raise TypeError(f'rebatch: {option} is {tags!r}: expected a tuple of tags, ("{tags}",)')
-    names = _names(pool)
-    for tag in tags:
-        if tag[:31] not in names:
+        names.append(usage.name)
+    cut = [str(tag).encode()[:31] for tag in tags]
+    for tag, name in zip(tags, cut):
+        if name not in names:
+            known = ", ".join(repr(other.decode(errors="replace")) for other in names[1:])
             raise ValueError(
                 f"rebatch: {option} has {tag!r}: expected a tag of rebatch.tag(), of which there "
-                f"are {', '.join(map(repr, names[1:])) or 'none'}"
+                f"are {known or 'none'}"
             )
-    return (ctypes.c_uint16 * len(tags))(*(names.index(tag[:31]) for tag in tags))
+    return (ctypes.c_uint16 * len(cut))(*map(names.index, cut))
 
 
 def _tell(_user: object) -> None:
@@ -56,7 +53,7 @@ def _tell(_user: object) -> None:
 _on_wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_tell)
 
 
-def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
+def sleep(keep: Collection[str] = (), drop: Collection[str] = ()) -> dict[str, int]:
     """Give the memory of all GPUs' pools to others, until wake(); addresses stay.
 
     Call it between two steps. The contents of all tensors are copied to pinned host memory, but
@@ -78,7 +75,7 @@ def sleep(keep: Sequence[str] = (), drop: Sequence[str] = ()) -> dict[str, int]:
         ValueError: there is no such tag.
         Error: a pool cannot sleep now, for example within a step; nothing is asleep then that was
             not before, on no GPU.
-        RuntimeError: before install().
+        RuntimeError: before install(), and in a child of fork().
     """
     pools = list(_pools().values())
     chosen = [(_numbers(pool, "keep", keep), _numbers(pool, "drop", drop)) for pool in pools]
