@@ -48,8 +48,8 @@ static rebatch_status set_address(struct sockaddr_un *out, const char *path)
 {
     *out = (struct sockaddr_un){.sun_family = AF_UNIX};
     if (path[0] == '\0' || strlen(path) >= sizeof out->sun_path)
-        return refuse(path, path[0] ? "a socket's path has at most 107 bytes"
-                                    : "expected the path of a socket");
+        return refuse(path[0] ? path : "\"\"",
+                      "expected the path of a socket, which has 1 to 107 bytes");
     memcpy(out->sun_path, path, strlen(path));
     return REBATCH_OK;
 }
@@ -222,5 +222,6 @@ rebatch_status rbi_socket_connect(int *fd, const char *path)
     const bool is_removed = remove_left(&address);
     unlock_folder(lock);
     return refuse(path, is_removed ? "its process has ended, so the socket is removed"
-                                   : "nobody listens there");
+                                   : "expected the socket of a process, which listens there, or "
+                                     "the PID that `rebatch top` shows");
 }

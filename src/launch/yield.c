@@ -42,8 +42,7 @@ static struct {
     struct rbi_client wanted; /* by whom */
 
     /* what the training tells, in its thread */
-    rebatch *rb;                    /* whose step or map runs, NULL: none */
-    atomic_bool runs;               /* the same for other threads */
+    _Atomic(rebatch *) rb;          /* whose step or map runs, NULL: none */
     atomic_uint_fast64_t turned_ns; /* when one began or ended last; 0: none has */
     atomic_uint_fast64_t needs;     /* 0: not known */
     atomic_uint_fast64_t steps, samples, micro, short_permille;
@@ -99,7 +98,8 @@ static void set_bound_in_turn(void)
         set_bound(most);
 }
 
-/* After a sleep the pool lets the thread wait for the wake. Who asks meanwhile is answered. */
+/* After a sleep the pool lets the thread wait for the wake. Who asks meanwhile is answered. Where
+ * the client has gone meanwhile, or a wake has come, the sleep is over. */
 static void fall_asleep_in_turn(void)
 {
     rebatch_pool *const pool = yield.pool;
@@ -107,10 +107,15 @@ static void fall_asleep_in_turn(void)
     (void)pthread_mutex_unlock(&yield.lock);
     const bool sleeps = rebatch_pool_sleep(pool, NULL, NULL) == REBATCH_OK;
     (void)pthread_mutex_lock(&yield.lock);
-    yield.falls_asleep = false;
     yield.has_slept = sleeps;
     if (!sleeps)
         (void)snprintf(yield.complaint, sizeof yield.complaint, "%s", rebatch_last_error());
+    const bool is_over = sleeps && !yield.asking;
+    (void)pthread_mutex_unlock(&yield.lock);
+    if (is_over)
+        (void)!rebatch_pool_wake(pool);
+    (void)pthread_mutex_lock(&yield.lock);
+    yield.falls_asleep = false;
 }
 
 static void run_in_turn(void *user)
@@ -138,7 +143,6 @@ static void on_turn(rebatch *rb, enum rbi_turn turn)
         return;
     }
     yield.rb = turn == RBI_TURN_BEGINS ? rb : NULL;
-    yield.runs = yield.rb != NULL;
     yield.turned_ns = rbi_now_ns();
     if (turn == RBI_TURN_ENDS)
         note_step(rb);
@@ -171,7 +175,7 @@ static void end_with_held(struct rbi_client *client, struct rbi_text *t)
 /* No step runs, and none has for a while. */
 static bool has_stopped(uint64_t since_ns, uint64_t now)
 {
-    return !yield.runs && now - rbi_max(yield.turned_ns, since_ns) > STEP_NS;
+    return !yield.rb && now - rbi_max(yield.turned_ns, since_ns) > STEP_NS;
 }
 
 /* A number of JSON with three places, whatever the locale. */
@@ -241,6 +245,17 @@ static void say_given(void)
     end_with_held(client, &t);
 }
 
+/* The lock is held. */
+static void ask_training(struct rbi_client *client, bool sleeps)
+{
+    yield.asking = client;
+    yield.asked_ns = rbi_now_ns();
+    yield.sleeps = sleeps;
+    yield.has_slept = false;
+    if (yield.turned_ns && !yield.is_posted)
+        yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
+}
+
 /* Between steps what is cached goes back at once; in one, whose micro-batch would miss it, before
  * the next. A process that has trained may train on, and is bounded before it takes memory again.
  * Nothing bounds one that has not: there is no step that could become smaller. */
@@ -254,16 +269,12 @@ static void give(struct rbi_client *client, const char *size)
     }
     const struct rbi_pool_look pool = rbi_pool_look(yield.pool);
     const uint64_t held = pool.reserved_bytes, cached = held - pool.live_bytes;
-    yield.asking = client;
-    yield.asked_ns = rbi_now_ns();
     yield.held_before = held;
     yield.target = is_target ? bytes : held - rbi_min(held, bytes);
     const uint64_t excess = held - rbi_min(held, yield.target);
-    if (excess && !yield.runs && rbi_pool_may_wait(yield.pool))
+    ask_training(client, false);
+    if (excess && !yield.rb && rbi_pool_may_wait(yield.pool))
         (void)rebatch_pool_trim(yield.pool, (size_t)(cached - rbi_min(cached, excess)), NULL);
-    yield.sleeps = false;
-    if (yield.turned_ns && !yield.is_posted)
-        yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
     say_given();
 }
 
@@ -306,17 +317,6 @@ static void say_asleep(void)
     }
     rbi_text_add(&t, "ok: asleep after %" PRIu64 " ms", (now - yield.asked_ns) / 1000000);
     end_with_held(client, &t);
-}
-
-static void fall_asleep(struct rbi_client *client)
-{
-    yield.asking = client;
-    yield.asked_ns = rbi_now_ns();
-    yield.sleeps = true;
-    yield.has_slept = false;
-    if (yield.turned_ns && !yield.is_posted)
-        yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
-    say_asleep();
 }
 
 static void *wake_now(void *unused)
@@ -384,8 +384,10 @@ static void take_request(struct rbi_client *client)
         rbi_client_refuse(client, "it sleeps: expected wake");
     else if (!yield.asking && is_give)
         give(client, line + 5);
-    else if (!yield.asking)
-        fall_asleep(client);
+    else if (!yield.asking) {
+        ask_training(client, true);
+        say_asleep();
+    }
 }
 
 static void answer(struct rbi_client *client)
@@ -398,8 +400,11 @@ static void answer(struct rbi_client *client)
 static void gone(struct rbi_client *client)
 {
     (void)pthread_mutex_lock(&yield.lock);
-    if (client == yield.asking)
+    if (client == yield.asking) {
         let_go();
+        if (yield.has_slept)
+            wake(&(struct rbi_client){.fd = -1});
+    }
     (void)pthread_mutex_unlock(&yield.lock);
 }
 
@@ -413,10 +418,10 @@ static void forget_in_child(void)
     if (yield.socket.fd >= 0)
         (void)close(yield.socket.fd);
     if (yield.pool)
-        (void)rbi_pool_withdraw_task(yield.pool, &yield.task);
+        withdraw();
     if (yield.wakes)
         (void)close(yield.wanted.fd);
-    yield.wakes = yield.has_waker = false;
+    yield.wakes = yield.has_waker = yield.falls_asleep = false;
     yield.socket.fd = -1;
     yield.pool = NULL;
     (void)pthread_mutex_init(&yield.lock, NULL);
@@ -428,9 +433,11 @@ static void stop(void)
     rbi_clients_end();
     join_waker();
     rbi_socket_end(&yield.socket);
+    (void)pthread_mutex_lock(&yield.lock); /* the training may be at its turn */
     if (yield.pool)
         withdraw();
     yield.pool = NULL;
+    (void)pthread_mutex_unlock(&yield.lock);
 }
 
 static void register_once(void)
@@ -480,7 +487,6 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
         &yield.micro, &yield.short_permille, &yield.period_ns};
     for (size_t i = 0; i < sizeof figures / sizeof *figures; i++)
         *figures[i] = 0;
-    yield.runs = false;
     status = rbi_clients_begin(&yield.socket, &answerer);
     if (status)
         stop();
@@ -493,8 +499,10 @@ rebatch_status rbi_yield_open(const rebatch *rb, const rebatch_config *config)
 {
     const char *path = config ? config->entries[RBI_MEMORY_YIELD].words
                               : getenv(rbi_setting_variable(&rbi_settings[RBI_MEMORY_YIELD]).name);
-    if (!path || !path[0] || strcmp(path, "0") == 0 || strcmp(path, "none") == 0 || yield.pool ||
+    if (!path || !path[0] || strcmp(path, "0") == 0 || strcasecmp(path, "none") == 0 ||
+        strcasecmp(path, "false") == 0 || yield.pool ||
         rbi_session_check_records(rb, "rebatch_yield_to"))
         return REBATCH_OK;
-    return rebatch_yield_to(rebatch_get_pool(rb), strcmp(path, "1") == 0 ? NULL : path);
+    const bool is_on = strcmp(path, "1") == 0 || strcasecmp(path, "true") == 0;
+    return rebatch_yield_to(rebatch_get_pool(rb), is_on ? NULL : path);
 }

@@ -9,14 +9,21 @@ void rbi_asker_set(const struct rbi_asker *asker)
     atomic_store(&rbi_asker_now, asker);
 }
 
+/* The pool holds whole pages: a bound within one lacks what is beyond it. */
+static uint64_t in_pages(const rebatch *rb, uint64_t bytes)
+{
+    const uint64_t rest = rbi_device_page_bytes(rb->device) - 1;
+    return (bytes + rest) & ~rest;
+}
+
 bool rbi_asked_lift(rebatch *rb)
 {
     const struct rbi_asker *const asker = atomic_load(&rbi_asker_now);
     const struct rbi_failure *const failure = &rb->run.ooms.failure;
     if (!asker || rb->dry_step || failure->is_injected)
         return false;
-    return asker->lift(rb, failure->need_bytes -
-                               rbi_min(failure->need_bytes, failure->available_bytes));
+    const uint64_t available = rbi_min(failure->need_bytes, failure->available_bytes);
+    return asker->lift(rb, in_pages(rb, rbi_max(failure->need_bytes - available, 1)));
 }
 
 /* Of the smallest micro-batch, beside what is in use: as far as anything is known of it. */
@@ -37,7 +44,7 @@ uint64_t rbi_session_needs(const rebatch *rb)
     rbi_assert(rb->run.batch > 0);
     rbi_memory_get(&memory, rb);
     const uint64_t kept = memory.live_bytes - rbi_min(memory.live_bytes, rbi_resize_bytes(rb));
-    return kept + rbi_max(smallest_needs(rb), rb->update_bytes);
+    return in_pages(rb, kept + rbi_max(smallest_needs(rb), rb->update_bytes));
 }
 
 const rebatch_step_report *rbi_session_report(const rebatch *rb)

@@ -309,7 +309,7 @@ enum rbi_turn {
 struct rbi_asker {
     /* In the thread of the step, where no callback runs. */
     void (*on_turn)(rebatch *rb, enum rbi_turn turn);
-    /* Nothing smaller or lighter is left to run, and `missing_bytes` (0: not known) are short.
+    /* Nothing smaller or lighter is left to run, and `missing_bytes` are short, at least a page.
      *  @return whether there is more now */
     bool (*lift)(rebatch *rb, uint64_t missing_bytes);
 };
@@ -320,7 +320,8 @@ bool rbi_session_borrows_pool(const rebatch *rb);
 /* One in the process; NULL: none. */
 void rbi_asker_set(const struct rbi_asker *asker);
 /* What the pool must hold for a run to go on with its smallest micro-batch, as far as it is known,
- * and for its update: what is in use now, and what they add. While callbacks can run. */
+ * and for its update: what is in use now, and what they add, in whole pages. While callbacks can
+ * run. */
 uint64_t rbi_session_needs(const rebatch *rb);
 
 /* ---- what a session is given when it is opened (session.c) ---- */

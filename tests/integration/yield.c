@@ -48,6 +48,42 @@ Test(yield, a_training_keeps_what_a_step_needs)
     cr_expect_leq(held_by(&rig), WEIGHTS + SAMPLE);
 }
 
+static atomic_uint attempts;
+
+static rebatch_status forward_with_a_little_more(const rebatch_microbatch *mb, void *user)
+{
+    void *more;
+    if (((struct rig *)user)->updates >= 3)
+        attempts += mb->count == 1;
+    if (rebatch_pool_alloc(&more, mb->pool, MIB(1), mb->stream, 0))
+        return REBATCH_OOM;
+    const rebatch_status status = forward_backward(mb, user);
+    return status ? status : rebatch_pool_free(mb->pool, more);
+}
+
+Test(yield, what_a_step_needs_is_whole_pages)
+{
+    char text[512];
+    rebatch_device *pages_as_on_cuda;
+    OK(rebatch_device_open_dry(&pages_as_on_cuda, MIB(64), 0));
+    OPEN_WITH(rig_open_on, rig, rig, pages_as_on_cuda, path);
+    rig.ops.forward_backward = forward_with_a_little_more;
+    rig_train(&rig);
+    rig_hold(&rig);
+    const int fd = send_raw("give to 1MiB\n");
+    wait_for_turns();
+    const unsigned updates = rig.updates;
+    rig.holds = false;
+    receive_raw(text, sizeof text, fd);
+    while (rig.updates < updates + 4)
+        usleep(1000);
+    const unsigned begun = attempts;
+    rig_stop(&rig);
+    cr_expect_leq(begun, 4 * BATCH, "%u attempts", begun);
+    HAS(text, ", a step needs at least 12.0 MiB");
+    cr_expect_eq(rig.lost, 0);
+}
+
 /* What its smallest micro-batch needs beside its samples, no size that ran has told. */
 static rebatch_status forward_with_base(const rebatch_microbatch *mb, void *user)
 {

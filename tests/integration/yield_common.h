@@ -4,13 +4,16 @@
 #ifndef YIELD_COMMON_H
 #define YIELD_COMMON_H
 
+#include <dirent.h>
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "gpt_common.h"
@@ -87,15 +90,23 @@ static inline rebatch_status optimizer_step(void *user)
     return REBATCH_OK;
 }
 
-/* Asked at a socket, or at none. */
-static inline void rig_open(struct rig *rig, const char *socket_path)
+/* On a device, or NULL: one of the host; asked at a socket, or at none. */
+static inline void rig_open_on(struct rig *rig, rebatch_device *device, const char *socket_path)
 {
-    *rig = (struct rig){.ops = OPS(zero_grad, forward_backward, optimizer_step,
+    *rig = (struct rig){.device = device,
+                        .ops = OPS(zero_grad, forward_backward, optimizer_step,
                                    .flags = REBATCH_DECLARES_MUTATION)};
-    open_on_host(&rig->device, &rig->rb, MIB(64), &OPTIONS(.grow_after = 1));
+    if (!device)
+        OK(rebatch_device_open_host(&rig->device, MIB(64), NULL));
+    OK(rebatch_open(&rig->rb, rig->device, &OPTIONS(.grow_after = 1)));
     OK(rebatch_pool_alloc(&rig->weights, rebatch_get_pool(rig->rb), WEIGHTS, NULL, 0));
     if (socket_path)
         OK(rebatch_yield_to(rebatch_get_pool(rig->rb), socket_path));
+}
+
+static inline void rig_open(struct rig *rig, const char *socket_path)
+{
+    rig_open_on(rig, NULL, socket_path);
 }
 
 static inline void *train(void *user)
@@ -213,6 +224,25 @@ static inline void ask_who_pauses(char *text, size_t size, const char *line)
     wait_for_turns();
     clock_advance(6 * SECOND_NS);
     receive_raw(text, size, fd);
+}
+
+/* ---- either side ends ---- */
+
+static inline void kill_process(pid_t child)
+{
+    cr_assert_eq(kill(child, SIGKILL), 0);
+    cr_assert_eq(waitpid(child, NULL, 0), child);
+}
+
+static inline size_t count_of_shared_files(void)
+{
+    size_t count = 0;
+    DIR *files = opendir("/dev/shm");
+    for (const struct dirent *file; files && (file = readdir(files));)
+        count += strstr(file->d_name, "rebatch") != NULL;
+    if (files)
+        (void)closedir(files);
+    return count;
 }
 
 #endif

@@ -1,12 +1,9 @@
 /* Owns the tests of the socket over which a training is asked for memory: its lines, where it is,
  * and what becomes of both sides when one ends. Must not know the library's inside. */
-#include <dirent.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
 
 #include "yield_common.h"
@@ -166,15 +163,17 @@ Test(yield_socket, a_path_that_is_no_place_for_a_socket_is_refused)
     memset(long_path, 'x', sizeof long_path);
     long_path[0] = '/';
     long_path[sizeof long_path - 1] = '\0';
-    FAILS(rebatch_yield_to(pool, long_path), REBATCH_E_IO, "at most 107 bytes");
+    FAILS(rebatch_yield_to(pool, long_path), REBATCH_E_IO, "1 to 107 bytes");
     FAILS(rebatch_yield_to(pool, ""), REBATCH_E_IO, "expected the path");
     FAILS(rebatch_yield_to(pool, "/nowhere/a.sock"), REBATCH_E_IO, "No such file");
     FILE *file = fopen(path, "w");
     (void)fclose(file);
     FAILS(rebatch_yield_to(pool, path), REBATCH_E_IO, "no socket");
+    char text[512], pid[16];
+    FAILS(rebatch_ask(text, sizeof text, path, "status"), REBATCH_E_IO,
+          "expected the socket of a process, which listens there, or the PID");
     cr_expect_eq(access(path, F_OK), 0, "the file stays");
     OK(rebatch_yield_to(pool, folder));
-    char text[512], pid[16];
     (void)snprintf(path, sizeof path, "%s/%d.sock", folder, (int)getpid());
     ASK(text, "status");
     OK(rebatch_yield_to(pool, NULL)); /* replaces it */
@@ -247,6 +246,20 @@ Test(yield_socket, the_environment_and_a_setting_ask_for_a_socket)
         OPEN(rig, rig, NULL);
         ASK(text, "status");
     }
+    static const char *const offs[] = {"", "0", "none", "false", "False"};
+    cr_assert_eq(chdir(folder), 0);
+    for (size_t i = 0; i < sizeof offs / sizeof *offs; i++) {
+        setenv("REBATCH_YIELD", offs[i], 1);
+        OPEN(rig, rig, NULL);
+        cr_expect(access(offs[i], F_OK) && access("rebatch", F_OK), "\"%s\"", offs[i]);
+    }
+    char own[16];
+    (void)snprintf(own, sizeof own, "%d", (int)getpid());
+    setenv("REBATCH_YIELD", "true", 1);
+    {
+        OPEN(rig, rig, NULL);
+        OK(rebatch_ask(text, sizeof text, own, "status"));
+    }
     setenv("REBATCH_YIELD", "/nowhere/a.sock", 1);
     rebatch_device *device;
     rebatch *rb;
@@ -283,45 +296,28 @@ static pid_t start_owner(bool holds)
     return child;
 }
 
-static void kill_owner(pid_t child)
-{
-    cr_assert_eq(kill(child, SIGKILL), 0);
-    cr_assert_eq(waitpid(child, NULL, 0), child);
-}
-
-static size_t count_of_shared_files(void)
-{
-    size_t count = 0;
-    DIR *files = opendir("/dev/shm");
-    for (const struct dirent *file; files && (file = readdir(files));)
-        count += strstr(file->d_name, "rebatch") != NULL;
-    if (files)
-        (void)closedir(files);
-    return count;
-}
-
 Test(yield_socket, a_killed_owner_leaves_a_socket_that_whoever_comes_next_removes)
 {
     char text[512];
     const size_t shared = count_of_shared_files();
-    kill_owner(start_owner(false));
+    kill_process(start_owner(false));
     cr_assert_eq(access(path, F_OK), 0);
     FAILS(rebatch_ask(text, sizeof text, path, "status"), REBATCH_E_IO, "is removed");
     cr_assert_eq(access(path, F_OK), -1);
 
-    kill_owner(start_owner(false));
+    kill_process(start_owner(false));
     const pid_t next = start_owner(false); /* at the same path */
     ASK(text, "give 4MiB");
     HAS(text, "ok: ");
     OPEN(rig, rig, NULL);
     FAILS(rebatch_yield_to(rebatch_get_pool(rig.rb), path), REBATCH_E_IO,
           "another process answers");
-    kill_owner(next);
+    kill_process(next);
 
     const pid_t asleep = start_owner(false);
     ASK(text, "sleep");
     HAS(text, "ok: ");
-    kill_owner(asleep);
+    kill_process(asleep);
     char own[80];
     (void)snprintf(own, sizeof own, "%s/rebatch", folder);
     cr_assert_eq(mkdir(own, 0700), 0);
@@ -338,7 +334,7 @@ Test(yield_socket, a_client_hears_that_the_owner_was_killed)
     const pid_t owner = start_owner(true);
     const int silent = connect_raw(), waits = send_raw("give 1MiB\n");
     wait_for_turns();
-    kill_owner(owner);
+    kill_process(owner);
     cr_expect_leq(recv(silent, text, sizeof text, 0), 0);
     cr_expect_leq(recv(waits, text, sizeof text, 0), 0);
 }
@@ -359,7 +355,7 @@ static void kill_client(size_t bytes)
     }
     wait_for_end(ends);
     wait_for_turns();
-    kill_owner(client);
+    kill_process(client);
     wait_for_turns();
 }
 

@@ -207,7 +207,7 @@ class Session:
             if self.is_cuda:
                 allocator.limit_native(device)
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
-            if os.environ.get("REBATCH_YIELD", "") not in ("", "0", "none"):
+            if os.environ.get("REBATCH_YIELD", "").lower() not in ("", "0", "none", "false"):
                 warnings.warn(_NOBODY_CAN_ASK, RuntimeWarning, stacklevel=user_stacklevel())
         threads.note(self, device)
         self._open(options)
