@@ -120,6 +120,44 @@ def test_size_is_varied_by_the_programs_argument(program):
     assert fit(*options, "--", *own).returncode == 3
 
 
+# It notes each start beside itself.
+STARTED = """
+import sys
+{early}
+import torch
+open(__file__ + ".starts", "a").write(".")
+sys.argv[1] = sys.argv[-1]
+"""
+
+# It reads its arguments after it has imported PyTorch, and starts another program.
+LAUNCHER = """
+import subprocess
+import sys
+import torch
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
+"""
+
+
+@on_standin
+def test_program_that_takes_its_size_imports_once_where_it_reads_that_later(program, tmp_path):
+    def answer(early, *before):
+        path = program(STARTED.format(early=early), MODEL, RECURRENT)
+        starts = pathlib.Path(f"{path}.starts")
+        starts.write_text("")
+        command = [sys.executable, *before, path, "--size", "{batch}"]
+        [row] = found("--gpu", "h100", "--memory", "1GiB", "--batch", "16", "--", *command)
+        del row["seconds"]
+        return row, len(starts.read_text())
+
+    late, imports = answer("len(sys.argv), sys.argv[0]")
+    early, starts = answer("size = sys.argv[1]")
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(LAUNCHER)
+    launched, started = answer("", str(launcher))
+    assert late == early == launched and late["micro"] > 100
+    assert imports == 1 and starts == started > 3
+
+
 TRAINER = """
 import sys
 import torch

@@ -8,28 +8,26 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from rebatch import _library
 from rebatch.fit import cards, compiled, table
 from rebatch.fit.error import FitError
-from rebatch.fit.rows import Search, answer_of, rooms_of
+from rebatch.fit.rows import answer_of_tries, read_answer, read_tried
 from rebatch.fit.search import Sizes
 from rebatch.fit.standin_library import library, versions_of
-from rebatch.fit.tried import Request, Tried
+from rebatch.fit.tried import BATCH, UNLIMITED, Request, Tried, with_size
 
 _OK, _FAILED, _USAGE, _NOTHING_FITS = 0, 1, 2, 3
 # Larger writes within a GPU, of kernels that would not run either, are left out: they would take
 # memory of the host.
 _FILL_MOST = 1 << 20
 _CUDA = "13.0"  # of a compiled program's driver
-_BATCH = "{batch}"  # in the command, where the program takes its size
 _STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 
@@ -130,10 +128,10 @@ def read(arguments: Sequence[str]) -> Optional[Given]:
         parser.error(f"argument --ranks: {given.ranks}: expected at least 1")
     if given.ranks > 1 and not _is_python_file(program):
         parser.error("--ranks needs a program such as python3 train.py, without torchrun")
-    if given.batch < 0 or bool(given.batch) != any(_BATCH in word for word in program):
+    if given.batch < 0 or bool(given.batch) != any(BATCH in word for word in program):
         parser.error(
             f"argument --batch: {given.batch or 'not given'}: expected --batch N, at least 1, and "
-            f"{_BATCH} in the command, such as --batch 32 -- python3 train.py --batch-size {_BATCH}"
+            f"{BATCH} in the command, such as --batch 32 -- python3 train.py --batch-size {BATCH}"
         )
     return Given(
         cards=chosen,
@@ -180,84 +178,68 @@ def _environment(card: cards.Card, memory: list[int], preloaded: str, cuda: str)
     }
 
 
-def _describe(status: int) -> str:
-    if status < 0:
-        return f"was ended by signal {-status} ({signal.strsignal(-status)})"
-    return f"ended with status {status}"
+def _asked(card: cards.Card, given: Given) -> dict[str, Any]:
+    return {
+        "free": given.memory or [card.memory_bytes],
+        "beside": dataclasses.asdict(card.beside),
+        "installs": given.installs,
+        "levels": given.levels,
+        "sized": None,  # the try of a program as a whole
+        "words": [],  # of a command in which {batch} is its size, where it may answer for all
+    }
 
 
-def _run(
-    card: cards.Card, given: Given, environment: dict[str, str], sized: Optional[Request] = None
-) -> dict[str, Any]:
-    """What a PyTorch program answers for a card; `sized` is a try of it as a whole. Raises
-    FitError."""
+def _run(given: Given, environment: dict[str, str], asked: dict[str, Any]) -> dict[str, Any]:
+    """What a PyTorch program answers. Raises FitError."""
     with tempfile.TemporaryDirectory(prefix="rebatch-fit-") as folder:
         answer = os.path.join(folder, "answer.json")
-        request = {
-            "answer": answer,
-            "free": given.memory or [card.memory_bytes],
-            "beside": dataclasses.asdict(card.beside),
-            "installs": given.installs,
-            "levels": given.levels,
-            "sized": dataclasses.asdict(sized) if sized else None,
-        }
         environment = {
             **environment,
-            "REBATCH_FIT": json.dumps(request),
+            "REBATCH_FIT": json.dumps({**asked, "answer": answer}),
             "PYTHONPATH": os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")])),
             # What Inductor makes of a model does not run here.
             "TORCHDYNAMO_DISABLE": "1",
         }
         sys.stdout.flush()
         program = given.program
-        if sized:
-            program = [word.replace(_BATCH, str(sized.size)) for word in program]
+        if asked["sized"]:
+            program = [with_size(word, asked["sized"]["size"]) for word in program]
         if given.ranks > 1:
             program = [program[0], "-m", "rebatch.fit.one_of", str(given.ranks), *program[1:]]
         done = subprocess.run(program, env=environment, stdout=sys.stderr)
-        if os.path.exists(answer):
-            with open(answer) as file:
-                found = dict(json.load(file))
-            if "error" in found:
-                raise FitError(found["error"])
-            return found
-    end = "and never called a Step or optimizer.step()" if done.returncode == 0 else (
-        "before its first Step or optimizer.step()"
-    )  # fmt: skip
-    raise FitError(f"rebatch: {given.program[0]} {_describe(done.returncode)} {end}")
+        return read_answer(answer, program[0], done.returncode)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sized:
-    """A program that takes its size from an argument: each try runs it from its start."""
+    """A program that takes its size where a copy of its process cannot change it, as from a
+    variable of the environment: each try runs it from its start."""
 
-    card: cards.Card
-    given: Given
-    environment: dict[str, str]
+    run: Callable[[Request], Tried]
+    samples: int
     name = ""
-
-    @property
-    def samples(self) -> int:
-        return self.given.batch
 
     def sizes(self) -> Sizes:
         return Sizes()
 
     def tried(self, request: Request) -> Tried:
-        found = _run(self.card, self.given, self.environment, request)
-        if "tried" not in found:
-            raise FitError("rebatch: the program has a Step: expected a command without {batch}")
-        return Tried(**found["tried"])
+        return self.run(request)
 
 
-def _run_sized(card: cards.Card, given: Given, environment: dict[str, str]) -> dict[str, Any]:
+def _run_sized(given: Given, environment: dict[str, str], asked: dict[str, Any]) -> dict[str, Any]:
+    """What a program answers that takes its size from its command. Raises FitError."""
     began = time.perf_counter()
-    search = Search(_Sized(card, given, environment), given.installs)
-    line = search.line()
-    outside = search.outside(dataclasses.asdict(card.beside))
-    rooms = rooms_of(given.memory or [card.memory_bytes], outside)
-    answer = answer_of([search.row(room, line) for room in rooms], outside, given.installs)
-    return {**answer, "seconds": time.perf_counter() - began}
+
+    def run(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
+        sized = dataclasses.asdict(request)
+        return _run(given, environment, {**asked, "sized": sized, "words": words})
+
+    first = Request(given.batch, UNLIMITED, installs=given.installs)
+    found = run(first, given.program)
+    if "rows" in found:
+        return found
+    again = _Sized(lambda each: read_tried(found if each == first else run(each)), given.batch)
+    return {**answer_of_tries(again, asked), "seconds": time.perf_counter() - began}
 
 
 def _refused(program: str, error: OSError) -> int:
@@ -273,10 +255,8 @@ def _fit_python(given: Given) -> dict[str, Any]:
     for card in given.cards:
         memory = given.memory or [card.memory_bytes]
         environment = _environment(card, memory, preloaded, cuda)
-        if given.batch:
-            answer = _run_sized(card, given, environment)
-        else:
-            answer = _run(card, given, environment)
+        run = _run_sized if given.batch else _run
+        answer = run(given, environment, _asked(card, given))
         rows += table.rows_of(card, memory, answer)
     return {"torch": torch, "cuda": cuda, "rows": rows}
 

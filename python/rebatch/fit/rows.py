@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -142,6 +143,15 @@ def answer_of(
     }
 
 
+def answer_of_tries(subject: Subject, request: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a subject. Raises FitError."""
+    search = Search(subject, request["installs"])
+    line = search.line()
+    outside = search.outside(request["beside"])
+    rooms = rooms_of(request["free"], outside)
+    return answer_of([search.row(room, line) for room in rooms], outside, request["installs"])
+
+
 def rooms_of(free: list[int], outside: int) -> list[int]:
     """What the allocator may hold, for each size of memory."""
     return [max(each - outside, 0) // _PAGE * _PAGE for each in free]
@@ -167,6 +177,28 @@ def answer_and_exit(asked: str, answer: Callable[[dict[str, Any]], dict[str, Any
     with open(request["answer"], "w") as file:
         json.dump(found, file)
     os._exit(_FAILED if "error" in found else _DONE)
+
+
+def read_answer(path: str, program: str, status: int) -> dict[str, Any]:
+    """What a program has answered, which has ended. Raises FitError."""
+    if os.path.exists(path):
+        with open(path) as file:
+            found = dict(json.load(file))
+        if "error" in found:
+            raise FitError(found["error"])
+        return found
+    how = f"ended with status {status}"
+    if status < 0:
+        how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+    end = "before its first Step" if status else "and never called a Step"
+    raise FitError(f"rebatch: {program} {how} {end} or optimizer.step()")
+
+
+def read_tried(found: dict[str, Any]) -> Tried:
+    """Of a program that was tried as a whole. Raises FitError."""
+    if "tried" not in found:
+        raise FitError("rebatch: the program has a Step: expected a command without {batch}")
+    return Tried(**found["tried"])
 
 
 def first_line(error: BaseException) -> str:

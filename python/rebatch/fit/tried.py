@@ -8,6 +8,12 @@ import dataclasses
 CUBLAS, CUBLAS_EX, CUDNN = 1, 2, 4
 # More than any card has: what a size takes without a limit.
 UNLIMITED = 1 << 50
+BATCH = "{batch}"  # in a command, where the program takes its size
+
+
+def with_size(word: str, size: int) -> str:
+    """A word of the command in a try."""
+    return word.replace(BATCH, str(size))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,11 +65,14 @@ class Reply:
             os._exit(code)
 
 
-def _become_copy() -> None:
+def become_copy() -> None:
     """After a fork: the stand-in has no driver that would mind, and no other thread is left."""
     torch.cuda._is_in_bad_fork = lambda: False
     torch.set_num_threads(1)
     integers.start()
+
+
+def _become_silent() -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
@@ -145,7 +148,8 @@ def asked(work: Callable[[Reply], None], size: int) -> Any:
         os.close(end)
         reply = Reply(write_end)
         try:
-            _become_copy()
+            become_copy()
+            _become_silent()
             work(reply)
         except GoOn:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from typing import Any, Iterable, Iterator
+from typing import Any, Dict, Iterable, Iterator
 
 import torch
 
@@ -25,8 +25,20 @@ def live(kind: Any) -> Iterator[Any]:
     return _of(kind, itertools.chain((reference() for reference in _frozen), gc.get_objects()))
 
 
+class _IsKind(Dict[type, bool]):
+    """Of each type, of which there are few beside the objects, whether it is of a kind."""
+
+    def __init__(self, kind: Any):
+        self._kind = kind
+
+    def __missing__(self, each: type) -> bool:
+        self[each] = found = issubclass(each, self._kind)
+        return found
+
+
 def _of(kind: Any, objects: Iterable[Any]) -> Iterator[Any]:
-    return (each for each in objects if issubclass(type(each), kind))
+    is_kind = _IsKind(kind)
+    return (each for each in objects if is_kind[type(each)])
 
 
 def weights_of() -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from rebatch.fit import integers
 from rebatch.fit.error import FitError
-from rebatch.fit.program import copies
+from rebatch.fit.program import copies, sized
 from rebatch.fit.program.batches import Growth, Transfers, is_batch
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.program.live import live, states_of, weights_of
@@ -37,7 +37,10 @@ _PASSES = 3
 
 def watch(asked: str) -> None:
     """Watch the program from now on. `asked` is what the command asks for, as JSON."""
-    Watch(json.loads(asked)["sized"])
+    request = json.loads(asked)
+    watch = Watch(request["sized"])
+    if request["words"]:
+        sized.serve(request, watch.becomes)
 
 
 class _FileReply(Reply):
@@ -59,8 +62,8 @@ class Watch:
     """The passes and updates of a program. Sizes are tried where the DataLoader returns the batch
     of the first pass, or without one where that pass begins."""
 
-    def __init__(self, sized: Optional[Dict[str, Any]]) -> None:
-        self._sized = sized and Request(**sized)  # what this process is a try of, as a whole
+    def __init__(self, request: Optional[Dict[str, Any]]) -> None:
+        self._sized = request and Request(**request)  # what this process is a try of, as a whole
         self._try: Optional[_Try] = None  # in a copy
         self._scout: Optional[Reply] = None  # in the copy that looks for the first pass
         self._is_over = False  # a Step answers
@@ -73,6 +76,10 @@ class Watch:
         torch.distributions.Distribution.set_default_validate_args(False)
         integers.start()
         self._hook, sys.excepthook = sys.excepthook, self._raised
+
+    def becomes(self, request: Request) -> None:
+        """This process is another try of the program."""
+        self._sized = request
 
     def _raised(self, kind: Any, error: BaseException, trace: Any) -> None:
         """The program ends before it is tried."""

@@ -3,12 +3,42 @@ once the program has imported PyTorch, its loop is watched. A sitecustomize of i
 
 import importlib.abc
 import importlib.util
+import json
 import os
 import sys
-from typing import Any
+from typing import Any, Callable, List, Optional
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+
+
+class Arguments(List[str]):
+    """sys.argv of a program that takes its size there: it is told when they are first read."""
+
+    on_read: Optional[Callable[[], None]] = None
+    is_read = False
+
+    def note(self) -> None:
+        then, self.on_read, self.is_read = self.on_read, None, True
+        if then:
+            then()
+
+
+def _noting(name: str) -> Any:
+    plain = getattr(list, name)
+
+    def read(arguments: Arguments, *given: Any) -> Any:
+        if name != "__getitem__" or given != (0,):  # the program's name
+            arguments.note()
+        return plain(arguments, *given)
+
+    return read
+
+
+for _name in "__getitem__ __iter__ __reversed__ __contains__ __eq__ __add__ __repr__".split():
+    setattr(Arguments, _name, _noting(_name))
+for _name in "copy count index pop".split():
+    setattr(Arguments, _name, _noting(_name))
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
@@ -47,4 +77,6 @@ if importlib.util.find_spec("rebatch") is None:
     sys.path.append(PACKAGES)  # the last, so that it hides none of the program's packages
 if "REBATCH_FIT" in os.environ:
     sys.meta_path.insert(0, _AfterTorch())
+    if json.loads(os.environ["REBATCH_FIT"])["words"]:
+        sys.argv = Arguments(sys.argv)
 _run_other()
