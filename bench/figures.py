@@ -28,7 +28,6 @@ SECONDS = 600  # of a part at most
 SETS = {
     "unmeasured": (
         "gpt2",
-        "small",
         "installed",
         "small-memory",
         "contrastive",

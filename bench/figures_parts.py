@@ -208,7 +208,7 @@ def installed(run):
 RESERVED = "bert gpt resnet18 gpt2 --micros 4 --reserved"
 
 
-@part("bench/small.py" + TORCH, gpus=1, seconds=100)
+@part("bench/small.py" + TORCH, gpus=1, seconds=260)
 def small_memory(run):
     for suffix, flag in (("", ""), (", `install()`", " --install")):
         for line in run.python(f"small.py {RESERVED}{flag}", f"mlp --micros 4 --reserved{flag}"):

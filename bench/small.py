@@ -15,9 +15,10 @@ little; `goal_us` is 100 a step, 40 a micro-batch and 0.2 a parameter or buffer.
 rebatch; docs/benchmarks.md has the results."""
 
 import argparse
-import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 
@@ -254,18 +255,21 @@ def times(training, waits):
     return {way: round(figure, 3) for way, figure in (medians | ratios).items()}
 
 
-def reserved(name, micros):
-    """The highest memory that PyTorch held, in MiB, of a training alone."""
+def reserved(name, micros, way):
+    """The highest memory that PyTorch held, in MiB, of a training alone in its process."""
+    training = Training(name, micros, "cuda")
+    for _ in range(3 * SETTLED):
+        getattr(training, "run_" + way)()
+    return torch.cuda.max_memory_reserved() >> 20
+
+
+def reserved_by_processes(name, micros, others):
+    """That with graphs and without, each in a process of its own."""
     found = {}
     for way in ("step", "graphs"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        training = Training(name, micros, "cuda")
-        for _ in range(3 * SETTLED):
-            getattr(training, "run_" + way)()
-        found[way] = torch.cuda.max_memory_reserved() >> 20
-        del training
-        gc.collect()
+        command = [sys.executable, __file__, name, "--micros", str(micros), "--reserved", way]
+        done = subprocess.run([*command, *others], stdout=subprocess.PIPE, text=True, check=True)
+        found[way] = int(done.stdout)
     return found | {"ratio": round(found["graphs"] / found["step"], 3)}
 
 
@@ -306,19 +310,23 @@ def main():
     parser.add_argument("--waits", action="store_true", help="each step for the loss of the last")
     parser.add_argument("--calls", action="store_true", help="calls and CPU time, on the CPU")
     parser.add_argument("--install", action="store_true", help="with rebatch's pool")
-    parser.add_argument("--reserved", action="store_true", help="memory in place of times")
+    ways = ("step", "graphs", "both")
+    parser.add_argument("--reserved", nargs="?", const="both", choices=ways, help="memory, no times")
     given = parser.parse_args()
     device = "cpu" if given.calls or not torch.cuda.is_available() else "cuda"
     if given.calls:
         torch.set_num_threads(1)
-    if given.install:
+    if given.install and given.reserved != "both":
         rebatch.install()
     for name in given.names:
         for micros in given.micros:
-            if given.reserved:
-                row = {"training": name, "micros": micros, "MiB": reserved(name, micros)}
-                print(json.dumps(row), flush=True)
+            if given.reserved == "both":
+                found = reserved_by_processes(name, micros, ["--install"] * given.install)
+                print(json.dumps({"training": name, "micros": micros, "MiB": found}), flush=True)
                 continue
+            if given.reserved:
+                print(reserved(name, micros, given.reserved), flush=True)
+                os._exit(0)  # a thread of autograd that ends later may abort the process
             training = Training(name, micros, device, samples=8 if given.calls else 0)
             found = {"training": name, "micros": micros, "device": device}
             found["tensors"] = sum(1 for p in training.model.state_dict().values())
