@@ -288,3 +288,28 @@ def test_program_that_takes_its_size_has_its_own_batches(program):
     [first] = found(*options, program(MODEL, LONGER), "{batch}")
     [all_long] = found(*options, program(MODEL, LONGER), "{batch}", "long")
     assert first["micro"] == pytest.approx(all_long["micro"], abs=1)
+
+
+# What the libraries would say of their workspaces: nothing was measured.
+UNMEASURED = """
+graph = torch.eye(64).to_sparse().cuda()
+for inputs, _ in torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(*batch(1000)), int(sys.argv[1])
+):
+    inputs = inputs.cuda()
+    waves = torch.fft.irfft(torch.fft.rfft(inputs))
+    spread = torch.sparse.mm(graph, waves.t()).t()
+    whole = torch.linalg.cholesky(torch.eye(64, device="cuda")) @ spread.t()
+    model(whole.t()).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+def test_workspaces_that_are_not_known_are_no_failure_and_told(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [row] = found(*options, program(MODEL, UNMEASURED), "16")
+    [plain] = found(*options, program(MODEL, LOADED), "16")
+    assert row["micro"] == pytest.approx(plain["micro"], rel=0.02)
+    assert "cuFFT's workspaces are estimated" in row["remark"] and not plain["remark"]

@@ -14,10 +14,23 @@ from typing import Any, Callable, NoReturn, Optional, Protocol
 
 from rebatch.fit.error import FitError
 from rebatch.fit.search import Line, Sizes, largest_size, line_of
-from rebatch.fit.tried import CUBLAS, CUBLAS_EX, CUDNN, UNLIMITED, GoOn, Request, Tried
+from rebatch.fit.tried import (
+    CUBLAS,
+    CUBLAS_EX,
+    CUDNN,
+    UNLIMITED,
+    UNMEASURED,
+    GoOn,
+    Request,
+    Tried,
+)
 
 _DONE, _FAILED = 0, 1
 _PAGE = 2 << 20  # in which a driver gives memory
+_UNMEASURED = (
+    "The program uses cuFFT, cuSPARSE or cuSOLVER: cuFFT's workspaces are estimated, the others' do "
+    "not count."
+)
 
 
 class Subject(Protocol):
@@ -135,6 +148,8 @@ def answer_of(
     rows: list[Row], outside: int, is_installed: bool, remark: str = ""
 ) -> dict[str, Any]:
     """As the command reads it. `remark` is a sentence below the table."""
+    if any(tried.libraries & UNMEASURED for row in rows for tried in (row.best, row.next) if tried):
+        remark = f"{remark} {_UNMEASURED}".strip()
     return {
         "outside_bytes": outside,
         "allocator": "rebatch" if is_installed else "native",

@@ -6,6 +6,7 @@ import dataclasses
 
 # Libraries that take memory of a GPU, as the stand-in has them.
 CUBLAS, CUBLAS_EX, CUDNN = 1, 2, 4
+UNMEASURED = 8  # cuFFT, cuSPARSE or cuSOLVER
 # More than any card has: what a size takes without a limit.
 UNLIMITED = 1 << 50
 BATCH = "{batch}"  # in a command, where the program takes its size

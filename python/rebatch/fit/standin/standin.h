@@ -131,7 +131,7 @@ int exchange_mode(int mode);
 
 /* ---- CUDA's libraries (libraries.cc) ---- */
 
-enum library { CUBLAS = 1, CUBLAS_EX = 2, CUDNN = 4 };
+enum library { CUBLAS = 1, CUBLAS_EX = 2, CUDNN = 4, UNMEASURED = 8 };
 void note_library(library l);
 /* One that no other is like: PyTorch has a workspace for each handle of cuBLAS. */
 void *new_handle(void);
