@@ -311,7 +311,7 @@ def main():
     parser.add_argument("--calls", action="store_true", help="calls and CPU time, on the CPU")
     parser.add_argument("--install", action="store_true", help="with rebatch's pool")
     ways = ("step", "graphs", "both")
-    parser.add_argument("--reserved", nargs="?", const="both", choices=ways, help="memory, no times")
+    parser.add_argument("--reserved", nargs="?", const="both", choices=ways, help="memory")
     given = parser.parse_args()
     device = "cpu" if given.calls or not torch.cuda.is_available() else "cuda"
     if given.calls:
