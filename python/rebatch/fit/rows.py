@@ -28,8 +28,8 @@ from rebatch.fit.tried import (
 _DONE, _FAILED = 0, 1
 _PAGE = 2 << 20  # in which a driver gives memory
 _UNMEASURED = (
-    "The program uses cuFFT, cuSPARSE or cuSOLVER: cuFFT's workspaces are estimated, the others' do "
-    "not count."
+    "The program uses cuFFT, cuSPARSE or cuSOLVER: cuFFT's workspaces are estimated, the others' "
+    "do not count."
 )
 
 
