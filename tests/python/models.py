@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rebatch.torch as rebatch
+from unseen import Unseen  # noqa: F401
 
 DEVICE = torch.device("cpu")  # where make() and placed() put what they make
 
@@ -129,34 +130,6 @@ def fails_above(loss_fn, largest, where="forward"):
         return loss
 
     return limited
-
-
-class Unseen:
-    """A list for what a test notes in each attempt. It says that it is of an installed package, so
-    a Step does not see it, and what is noted in an attempt that failed stays."""
-
-    __module__ = "torch"
-
-    def __init__(self, *values):
-        self._values = list(values)
-
-    def __getitem__(self, i):
-        return self._values[i]
-
-    def __setitem__(self, i, value):
-        self._values[i] = value
-
-    def __len__(self):
-        return len(self._values)
-
-    def append(self, value):
-        self._values.append(value)
-
-    def pop(self, i=-1):
-        return self._values.pop(i)
-
-    def clear(self):
-        self._values.clear()
 
 
 def out_of_memory(_gradient):

@@ -623,7 +623,7 @@ def test_beside_another_thread_that_trains_an_old_pytorch_captures_nothing(
     """Its random numbers would fail."""
     monkeypatch.setattr(private, "_REGISTERS", is_old)
     device, ends, began = torch.device("cpu"), threading.Event(), threading.Event()
-    sessions = models.Unseen(models.Unseen(), models.Unseen())
+    sessions = nn.Identity(), nn.Identity()
 
     def train():
         threads_module.note(sessions[0], device)

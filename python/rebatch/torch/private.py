@@ -52,6 +52,9 @@ from torch._C import (
 from torch._C import (
     DisableTorchFunctionSubclass as base_functions,
 )
+from torch._C._autograd import (
+    _profiler_enabled as is_profiling,
+)
 from torch.cuda._utils import _get_device_index as get_device_index
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
@@ -99,6 +102,7 @@ __all__ = [
     "is_cudnn_deterministic",
     "is_cudnn_enabled",
     "is_cudnn_tuned",
+    "is_profiling",
     "parametrize",
     "set_group_timeout",
     "sync_module_states",

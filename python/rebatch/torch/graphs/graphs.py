@@ -3,16 +3,29 @@ passes says when a batch begins and when memory ran out."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 
 from rebatch._user_code import line_of, user_stacklevel
 from rebatch.torch.graphs.captured import Pass, Result, Weight, kind_of_divisor, put, taken
-from rebatch.torch.graphs.changes import Changes
+from rebatch.torch.graphs.changes import Beside, Changes
 from rebatch.torch.graphs.inputs import Inputs, NotCapturedError, flattened
 from rebatch.torch.graphs.proof import Mark, Noise
+from rebatch.torch.graphs.ran import Ran
 from rebatch.torch.graphs.reads import Reads
 from rebatch.torch.graphs.recorder import can_capture, live_bytes, recorder_of
 from rebatch.torch.private import cudagraph_trees
@@ -62,14 +75,19 @@ class Graphs:
         self.is_off = False  # from now on passes run without graphs
         self._device = torch.device("cpu")
         self._parameters: Sequence[torch.Tensor] = ()
-        self._changes: Optional[Changes] = Changes(running)
+        self._changes = Changes(running)
+        self._is_looking = True  # in each step: in the first ones
         self._looks = 0  # that are left in this step
         self._steps = self._wait_until = self._last_compared = 0
         self._runs: Dict[Any, int] = {}  # by key
+        # What runs in passes of a key, and what they change, once they were looked at.
+        self._ran: Dict[Any, Ran] = {}
+        self._beside: Dict[Any, Beside] = {}
         self._held: Dict[Any, Pass] = {}  # the one that ran last is the last
         self._counts: Dict[Any, int] = {}  # samples, of these
         self._recorder: Any = None
         self._reads: Optional[Reads] = None  # of those that are held
+        self._saved = Beside()  # of the graph that is proved
         self._is_exact = True  # replays leave the bits of eager passes
         self._passes = _PASSES
         self._evicted = self._ooms = self._changed = 0
@@ -95,15 +113,16 @@ class Graphs:
             self._drop_changed("a parameter")
         elif self._reads and not self._reads.holds():
             self._drop_changed(self._reads.changed())
-        if self._changes and self._steps > _LOOKS and self._changes.are_known:
-            self._end_looks()
+        if self._is_looking and self._steps > _LOOKS and self._changes.are_known:
+            self._is_looking = False
+            self._judge()
 
     def _ids(self) -> List[int]:
         return list(map(id, self._parameters))
 
-    def _end_looks(self) -> None:
-        assert self._changes is not None
-        changes, self._changes = self._changes, None
+    def _judge(self) -> None:
+        """What the passes that were looked at change."""
+        changes = self._changes
         names, why = changes.names(), self._why_not()
         if changes.has_collectives and not why:
             why = (
@@ -168,26 +187,42 @@ class Graphs:
         if key in self._held:
             return self._replay(_MicroBatch(key, samples, tensors, count), eager)
         if not (self._is_due(key) and may_capture):
-            return self._look(eager)
+            return self._look(key, samples, eager)
         try:
             return self._capture(_MicroBatch(key, samples, tensors, count), eager)
         except (KeyboardInterrupt, SystemExit):  # the program may go on
             self.drop()
             raise
 
-    def _look(self, eager: Eager) -> Tuple[torch.Tensor, Any]:
-        if not (self._changes and self._looks):
-            return eager()
-        self._looks -= 1
-        self._changes.before()
-        result = eager()
-        self._changes.after()
+    def _look(self, key: Any, samples: Any, eager: Eager) -> Tuple[torch.Tensor, Any]:
+        """In the first steps, and at the last two passes of a key before it is captured: those of
+        another shape, or after something has changed, may run other code."""
+        left = self._needed() - self._runs.get(key, 0)
+        is_last = left <= 0 and key not in self._beside
+        is_looking = is_last or (self._is_looking and self._looks > 0)
+        if is_looking:
+            self._looks -= 1
+            self._changes.before(self._ran.get(key))
+        reads = self._reads_of([key]) if is_last else None
+        ran = Ran()
+        with ran.looking() if left == 1 else contextlib.nullcontext():
+            result = eager()
+        if left == 1:
+            self._ran[key] = ran.end(samples)
+        if is_looking and self._changes.after(reads) and is_last:
+            self._beside[key] = Beside(self._changes.in_place)
+            if not self._is_looking:
+                self._judge()
         return result
+
+    def _needed(self) -> int:
+        """Passes of a shape before it is captured."""
+        return _RUNS << min(self._evicted, 8)
 
     def _is_due(self, key: Any) -> bool:
         runs = self._runs[key] = self._runs.get(key, 0) + 1
         if len(self._runs) > _MOST_SHAPES:
-            self._runs.clear()
+            self._forget()
             if not self._held:
                 self._tell(
                     f"the first {_MOST_SHAPES} micro-batches nearly all differed in shapes, "
@@ -195,9 +230,10 @@ class Graphs:
                     "lengths that are padded to a few, and tensors for numbers that change"
                 )
         is_due = (
-            self._changes is None
+            not self._is_looking
             and self._steps > self._wait_until
-            and runs > _RUNS << min(self._evicted, 8)
+            and runs > self._needed()
+            and key in self._beside
             and not self._running.undo.is_looking
         )
         if is_due and torch.is_anomaly_enabled():  # which reads each gradient
@@ -205,6 +241,13 @@ class Graphs:
             self._tell(f"anomalies are looked for: expected {expected}")
             return False
         return is_due
+
+    def _forget(self) -> None:
+        """What is known of shapes that have no graph."""
+        self._runs.clear()
+        for known in (self._ran, self._beside):
+            for key in known.keys() - self._held.keys():
+                del known[key]
 
     def _replay(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         if self._steps - self._last_compared >= _COMPARED_EVERY:
@@ -237,6 +280,25 @@ class Graphs:
         beside the graphs, which have as much as the largest."""
         if mb.length > max(self._counts.values(), default=0):
             self._free()  # the others have room in the arena of the largest
+        with self._leaving(mb.key):
+            return self._prove(mb, eager)
+
+    @contextlib.contextmanager
+    def _leaving(self, key: Any) -> Iterator[None]:
+        """Within it _undo() puts back what passes of this key change."""
+        self._saved = self._beside[key]
+        self._saved.save(self._running.undo.changing())
+        try:
+            yield
+        finally:
+            self._saved.let_go()
+            self._saved = Beside()
+
+    def _undo(self) -> None:
+        self._put_back()
+        self._saved.put_back()
+
+    def _prove(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         first, dtype = self._mark(eager)
         noise = self._noise(first, eager)
         before = live_bytes(self._device)
@@ -245,7 +307,7 @@ class Graphs:
             return eager()
         self.new_bytes = max(0, live_bytes(self._device) - before)
         result = held.replay(mb.tensors, mb.length)
-        mark = Mark(self._running, result)
+        mark = Mark(self._running, result, self._saved.tensors)
         different = first.difference(mark)
         is_in_tensors = different in dict(mark.tensors)
         if not different or (noise and is_in_tensors and noise.explains(mark)):
@@ -261,7 +323,7 @@ class Graphs:
     ) -> Tuple[torch.Tensor, Any]:
         """After a replay that differs from the first pass. Where other eager passes differ from it
         too, the pass is captured anew and compared as one of those."""
-        self._put_back()
+        self._undo()
         self.drop()
         self._passes = _MOST_PASSES
         if not (may_be_noise and self._noise(first, eager)):
@@ -271,8 +333,8 @@ class Graphs:
     def _mark(self, eager: Eager) -> Tuple[Mark, torch.dtype]:
         """Of an eager pass, of which nothing is left."""
         result = self._run_eagerly(eager)
-        mark = Mark(self._running, result).let_go()
-        self._put_back()
+        mark = Mark(self._running, result, self._saved.tensors).let_go()
+        self._undo()
         return mark, result.loss.dtype
 
     def _noise(self, first: Mark, eager: Eager) -> Optional[Noise]:
@@ -280,12 +342,13 @@ class Graphs:
         passes: List[List[torch.Tensor]] = []
         left = self._passes
         while len(passes) < 2:
-            mark = Mark(self._running, self._run_eagerly(eager))
+            result = self._run_eagerly(eager)
+            mark = Mark(self._running, result, self._saved.tensors)
             is_same = not (passes or first.places(mark))
             if not is_same:
                 passes.append(mark.on_host())
             mark.let_go()
-            self._put_back()
+            self._undo()
             left -= is_same
             if not left:
                 return None
@@ -304,7 +367,7 @@ class Graphs:
             if not self._recorder.claim():
                 raise torch.OutOfMemoryError("CUDA out of memory: the arena is lent")
             held.capture(self._recorder)
-            self._put_back()  # what Python has changed meanwhile
+            self._undo()  # what Python has changed meanwhile
             return held
         except Exception as error:
             found = error
@@ -313,7 +376,7 @@ class Graphs:
         text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         is_memory = is_oom(found)
         let_go(found)
-        self._put_back()
+        self._undo()
         if is_memory:
             self.ran_out()
         else:
@@ -338,11 +401,16 @@ class Graphs:
 
     def _hold(self, mb: _MicroBatch, held: Pass, is_exact: bool) -> None:
         if not self._held:
-            program, undo = self._running.program, self._running.undo
-            self._reads = Reads(program.functions_of_a_pass(), undo.tree.modules, program.update)
             self._last_compared = self._steps
         self._is_exact &= is_exact
         self._held[mb.key], self._counts[mb.key] = held, mb.length
+        self._reads = self._reads_of(self._held)
+
+    def _reads_of(self, keys: Iterable[Any]) -> Reads:
+        """What passes of these keys read."""
+        program, tree = self._running.program, self._running.undo.tree
+        ran = [self._ran[key] for key in keys if key in self._ran]
+        return Reads(program.functions_of_a_pass(), tree.modules, program.update, ran)
 
     def _compare(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         """With an eager pass. A graph that is as near as two eager passes are is captured and
@@ -351,12 +419,16 @@ class Graphs:
             self.drop()
             return eager()
         self._last_compared = self._steps
+        with self._leaving(mb.key):
+            return self._prove_again(mb, eager)
+
+    def _prove_again(self, mb: _MicroBatch, eager: Eager) -> Tuple[torch.Tensor, Any]:
         first, _ = self._mark(eager)
         if not self._recorder.claim():
             self.ran_out()
             return eager()
         result = self._held[mb.key].replay(mb.tensors, mb.length)
-        mark = Mark(self._running, result)
+        mark = Mark(self._running, result, self._saved.tensors)
         different = first.difference(mark)
         is_in_tensors = different in dict(mark.tensors)
         self._recorder.lend()
@@ -391,8 +463,8 @@ class Graphs:
 
     def drop(self) -> None:
         """The passes are others from now on, or are to be proved anew."""
-        self._runs.clear()
         self._free()
+        self._forget()
 
     def _free(self) -> None:
         if self._held or self._recorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, Iterator, List, Tuple
 
 import torch
 
@@ -48,6 +48,18 @@ def _key_of(value: Any, name: str, tensors: List[torch.Tensor]) -> Any:
         f"{name} is a {kind.__name__}: expected tensors, numbers and texts, in lists, tuples, "
         "dicts and dataclasses"
     )
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """Samples, and what is in them, at any depth."""
+    yield value
+    entries: Any = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, Mapping):
+        entries = value.values()
+    elif dataclasses.is_dataclass(value):
+        entries = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for part in entries:
+        yield from parts_of(part)
 
 
 def _rebuilt(value: Any, take: Callable[[], torch.Tensor]) -> Any:

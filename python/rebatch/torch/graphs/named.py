@@ -16,12 +16,14 @@ from rebatch.torch.private import HOOK_TABLES
 from rebatch.torch.undo.contents import (
     ATOMS,
     MISSING,
+    WITH_ATTRIBUTES,
     attributes_of,
     entries_of,
     is_container,
 )
 from rebatch.torch.undo.module_tree import names_of
 from rebatch.torch.undo.places import (
+    FUNCTIONS,
     Place,
     is_of_program,
     named_by,
@@ -32,7 +34,6 @@ from rebatch.torch.undo.places import (
 # Levels of attributes, from what a function or module has: cfg.loss.weight is read in the second.
 _LEVELS = 2
 _MOST_ENTRIES = 1024  # of a container
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # What properties give that is a number, a flag or a text; device and dtype follow from parameters.
 _NUMBERS = ATOMS - {torch.device, torch.dtype}
 # Of accelerate, whose backward() hands it to DeepSpeed alone.
@@ -48,13 +49,18 @@ def _function_of(member: Any) -> Any:
 
 def _is_wholly_own(kind: type) -> bool:
     """Of what an installed class keeps, such as a Trainer, much is its own count of steps."""
-    return all(map(is_of_program, kind.__mro__[:-1]))
+    return kind in WITH_ATTRIBUTES or all(map(is_of_program, kind.__mro__[:-1]))
 
 
 class Named:
     """What some functions and modules read: places, and values with contents, by name."""
 
-    def __init__(self, functions: Sequence[Any], modules: Iterable[Tuple[str, torch.nn.Module]]):
+    def __init__(
+        self,
+        functions: Sequence[Any],
+        modules: Iterable[Tuple[str, torch.nn.Module]],
+        places: Sequence[Place] = (),
+    ):
         self.places: Dict[Tuple[Any, ...], Place] = {}
         self.values: Dict[int, Tuple[str, Any]] = {}
         self.modules: Dict[int, Tuple[str, torch.nn.Module]] = {}
@@ -64,6 +70,8 @@ class Named:
             self._add_module(name, module)
         for function in functions:
             self._follow(function)
+        for place in places:
+            self.put(place)
         size = -1
         while size != len(self._names) + len(self.values):  # until nothing new is named
             size = len(self._names) + len(self.values)
@@ -88,9 +96,11 @@ class Named:
         if isinstance(value, torch.nn.Module):
             for inner, module in value.named_modules(prefix=name):
                 self._add_module(inner, module)
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             if isinstance(value, functools.partial) or is_of_program(value):
                 self._follow(value)
+        elif isinstance(value, types.BuiltinMethodType):
+            self._look(name, value.__self__, level)  # dict.get of one
         elif is_container(value):
             for key, part in list(itertools.islice(entries_of(value), _MOST_ENTRIES)):
                 self._look(f"{name}[{key!r}]", part, level)
@@ -114,7 +124,7 @@ class Named:
             self._look(f"{name}.{key}", vars(module)[key], 1)
         for table in HOOK_TABLES:
             for hook in list(getattr(module, table).values()):
-                self._look(getattr(hook, "__name__", "a hook"), hook, 1)
+                self._look(getattr(hook, "__name__", type(hook).__name__), hook, 1)
 
     def _look_at_attributes(self, name: str, owner: Any, level: int) -> None:
         if isinstance(owner, type):

@@ -3,7 +3,7 @@ eager passes differ, whether it is as near."""
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Sequence
 
 import torch
 
@@ -22,9 +22,10 @@ class Mark:
     """Of what a pass has left: the sums of the bits of its results and of the tensors that it
     changes in place, and the states of the generators. Waits for the device."""
 
-    def __init__(self, running: Running, result: Result):
+    def __init__(self, running: Running, result: Result, beside: Sequence[torch.Tensor] = ()):
         self._generators = running.generators
         found = tensors_of(result) + [("a buffer", t) for t in running.undo.changing()]
+        found += [("a tensor that a pass changes in place", t) for t in beside]
         self.tensors = [(what, tensor) for what, tensor in found if tensor.numel()]
         self._sums = sums_of([tensor for _, tensor in self.tensors])
         self._states = self._generators.states()

@@ -3,23 +3,30 @@ is what it was at the capture.
 
 It sees what modules hold, and what the program's code names: variables of functions and files,
 default arguments, attributes of objects and classes, entries of containers, small arrays and
-tensors on the CPU; modes of PyTorch, and where tensors lie.
+tensors on the CPU; attributes that methods name which have run in a pass; modes of PyTorch, and
+where tensors lie.
 
 Not seen: attributes of the third level (a.b.c.d), those that code reads without their names, such
-as getattr(installed_object, name), what code of installed packages reads beside the attributes of
-modules, containers of more than 1024 entries by more than their lengths, files, the environment."""
+as getattr(installed_object, name), what functions of installed packages read, containers of more
+than 1024 entries by more than their lengths, files, the environment, the clock."""
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import functools
 import itertools
 import operator
+import types
+from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 
 from rebatch.torch.batches.kinds import is_plain
 from rebatch.torch.graphs.named import Named
+from rebatch.torch.graphs.ran import Ran
 from rebatch.torch.private import HOOK_TABLES, HOOKS_OF_TENSORS, MODULE_TABLES
 from rebatch.torch.session.modes import Modes
 from rebatch.torch.undo.contents import ATOMS, MISSING, is_container
@@ -47,6 +54,8 @@ _MODES = (
 )
 
 
+# Numbers of one type, without Python's objects; those of ctypes may be shared with a process.
+_BYTES: Tuple[Any, ...] = (bytearray, array.array, ctypes.c_int.__mro__[-2])
 _needs_gradient = operator.attrgetter("requires_grad")
 _hooks = operator.attrgetter(*HOOKS_OF_TENSORS)
 
@@ -76,7 +85,7 @@ def _id_of(get: Callable[[Any], Any], owner: Any) -> int:
 
 def _entries(value: Any) -> List[Any]:
     """Of a container: numbers and texts, and which objects the others are."""
-    entries = [*value, *value.values()] if isinstance(value, dict) else value
+    entries = [*value, *value.values()] if isinstance(value, Mapping) else value
     return [part if type(part) in ATOMS else id(part) for part in entries]
 
 
@@ -96,9 +105,20 @@ def _contents_of(value: Any, device: torch.device) -> Any:
         return _on_host if is_on_host else None
     if is_container(value) and not isinstance(value, tuple):
         return _entries_of(value)
+    if isinstance(value, contextvars.ContextVar):
+        return _of_context
+    if isinstance(value, types.MappingProxyType):
+        return _entries
+    if isinstance(value, _BYTES):
+        return bytes if memoryview(value).nbytes <= _MOST_BYTES else None
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return operator.methodcaller("tobytes") if value.nbytes <= _MOST_BYTES else None
     return None
+
+
+def _of_context(variable: contextvars.ContextVar[Any]) -> Any:
+    value = variable.get(None)
+    return value if type(value) in ATOMS else id(value)
 
 
 def _on_host(tensor: torch.Tensor) -> Any:
@@ -160,13 +180,19 @@ def _named(modules: Sequence[torch.nn.Module]) -> Iterator[Tuple[str, torch.nn.M
 
 
 class Reads:
-    """What passes read that run `functions` and `modules`. Made where holds() is asked, so that the
-    modes are alike, and once passes have run."""
+    """What passes read that run `functions` and `modules`, and what `ran` in some. Made where
+    holds() is asked, so that the modes are alike, and once passes have run."""
 
     def __init__(
-        self, functions: Sequence[Any], modules: Sequence[torch.nn.Module], update: Passes
+        self,
+        functions: Sequence[Any],
+        modules: Sequence[torch.nn.Module],
+        update: Passes,
+        ran: Sequence[Ran] = (),
     ):
-        named = Named(functions, _named(modules))
+        functions = [*functions, *(function for each in ran for function in each.functions)]
+        inner = [place for each in ran for place in each.places]
+        named = Named(functions, _named(modules), inner)
         scaler = getattr(update.scales, "__dict__", {})
         if "_scale" in scaler:
             named.put(Place("scaler._scale", scaler, "_scale"))

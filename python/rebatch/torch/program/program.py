@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import threading
 from typing import (
     Any,
@@ -30,10 +31,12 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
 from rebatch.torch.batches.cut import Batches, Cut, owned
 from rebatch.torch.batches.outputs import split_result
+from rebatch.torch.private import HOOKS_OF_TENSORS
 from rebatch.torch.program.embeddings import Embedded
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.generators import Generators
+from rebatch.torch.undo.places import is_of_program
 from rebatch.torch.undo.undo import Undo
 from rebatch.torch.update.passes import Passes
 
@@ -128,8 +131,11 @@ class Program:
         return self.functions or [self.loss_fn, *listed(self.embed)]
 
     def functions_of_a_pass(self) -> List[Any]:
-        """Those, and a function of the program that goes backward."""
-        return [*self.functions_that_run(), *self.update.functions]
+        """Those, a function of the program that goes backward, and its hooks of parameters."""
+        tables = map(operator.attrgetter(HOOKS_OF_TENSORS[0]), self.modules.parameters())
+        hooks = [hook for table in tables if table for hook in table.values()]
+        own = [h for h in hooks if isinstance(h, functools.partial) or is_of_program(h)]
+        return [*self.functions_that_run(), *self.update.functions, *own]
 
     def handled(self) -> Set[int]:
         """The ids of what a Step steps, saves or calls by itself."""

@@ -8,10 +8,12 @@ up and down, is told where it is not what it was in the first steps."""
 
 from __future__ import annotations
 
-import argparse
 import collections
+import contextlib
 import contextvars
 import functools
+import gc
+import io
 import itertools
 import operator
 import pickle
@@ -27,6 +29,7 @@ from rebatch._user_code import is_object, user_stacklevel
 from rebatch.torch.private import HOOK_TABLES
 from rebatch.torch.undo.contents import (
     ATOMS,
+    WITH_ATTRIBUTES,
     attributes_of,
     contents_of,
     entries_of,
@@ -34,12 +37,8 @@ from rebatch.torch.undo.contents import (
 )
 from rebatch.torch.undo.generators import is_generator
 from rebatch.torch.undo.module_tree import is_compiled, names_of
-from rebatch.torch.undo.places import is_of_program, named_by, own_variables
+from rebatch.torch.undo.places import FUNCTIONS, Place, is_of_program, named_by, own_variables
 
-# Entries of a container that are looked at, beside its length.
-_MOST_ENTRIES = 1024
-# Arrays of NumPy up to this size are compared.
-_ARRAY_BYTES = 64 << 10
 # Steps in which everything is looked at, and attempts in these; looks within an attempt.
 _LOOKS, _MOST_ATTEMPTS, _LOOKS_WITHIN = 3, 32, 32
 _GRADIENTS = "gradients of "
@@ -47,8 +46,6 @@ _ADVICE = (
     "give the Step state=[...] with tensors, modules and objects that have state_dict(), or return "
     "the value beside the loss"
 )
-_WITH_ATTRIBUTES = (types.SimpleNamespace, argparse.Namespace)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _NOTHING = ("", None)  # the mark of None
 
 Found = Dict[str, Dict[Any, Any]]  # by name, what changes with it: marks by keys
@@ -59,12 +56,20 @@ def _text_of(state: Any) -> bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
+def _referents(value: Any) -> Iterable[Any]:
+    """What an iterator takes its entries from: a zip has a tuple of these."""
+    for part in gc.get_referents(value):
+        yield from part if isinstance(part, tuple) else (part,)
+
+
 class Marks:
-    """What changes where a value changes, of `roots`, by name, and of all that some functions name
-    and some modules' classes and hooks, at any depth. Of what is known, nothing, and of what is
-    apart, no gradients."""
+    """What changes where a value changes, of `roots` and `places`, by name, and of all that some
+    functions name and some modules' classes and hooks, at any depth. Of what is known, nothing, and
+    of what is apart, no gradients."""
 
     most = 1 << 14  # entries of all that is looked at
+    most_entries = 1024  # of a container, beside its length
+    most_array_bytes = 64 << 10  # of an array of NumPy that is compared
     names_parts_of_modules = False  # all that a module holds has its name
 
     def __init__(
@@ -74,6 +79,7 @@ class Marks:
         known: AbstractSet[int],
         apart: AbstractSet[int] = frozenset(),
         roots: Sequence[Tuple[str, Any]] = (),
+        places: Sequence[Place] = (),
     ):
         self._known, self._apart = known, apart
         self._left = self.most
@@ -92,15 +98,24 @@ class Marks:
         for module in modules:
             for table in (getattr(module, name) for name in HOOK_TABLES):
                 for hook in table.values():
-                    if isinstance(hook, _FUNCTIONS):
-                        self._queue.append((getattr(hook, "__name__", "a hook"), hook, False))
+                    if isinstance(hook, FUNCTIONS) or is_object(hook):
+                        name = getattr(hook, "__name__", type(hook).__name__)
+                        self._queue.append((name, hook, False))
+        self._look_into_all()
+        for place in places:  # those that have no other name
+            if id(place.get()) not in self._seen:
+                self._note(place.name, place.get(), place.mark_key)
+        self._look_into_all()
+        self.is_whole = self._left > 0
+
+    def _look_into_all(self) -> None:
         while self._queue and self._left > 0:
             self.look_into(*self._queue.popleft())
-        self.is_whole = self._left > 0
 
     def _follow(self, function: Any, owner: str = "self") -> None:
         for place in named_by(function):
-            self._note(owner if place.name == "self" else place.name, place.get())
+            name = owner if place.name == "self" else place.name
+            self._note(name, place.get(), place.mark_key)
         if isinstance(function, types.FunctionType):
             self._note_attributes(function.__name__, function, vars(function))
 
@@ -148,10 +163,10 @@ class Marks:
     def _note_entries(self, name: str, value: Any, is_part: bool) -> None:
         marks = self.found.setdefault(name, {})
         entries: Any = vars(value) if isinstance(value, torch.Tensor) else value
-        self._left -= min(len(entries), _MOST_ENTRIES)
+        self._left -= min(len(entries), self.most_entries)
         marks[id(value), "length"] = "", len(entries)
         is_named = not (is_part or isinstance(value, set))
-        for key, part in list(itertools.islice(entries_of(entries), _MOST_ENTRIES)):
+        for key, part in list(itertools.islice(entries_of(entries), self.most_entries)):
             key = key if type(key) in ATOMS else id(key)
             marks[id(value), key] = self._mark(part)
             if type(part) in ATOMS or id(part) in self._known:
@@ -175,8 +190,11 @@ class Marks:
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizers.add(name)
             self._note_attributes(name, value, vars(value), True)
-        elif isinstance(value, (*_FUNCTIONS, type, types.ModuleType)):
+        elif isinstance(value, (*FUNCTIONS, type, types.ModuleType)):
             self._look_into_code(name, value)
+        elif isinstance(value, types.BuiltinMethodType):
+            if not isinstance(value.__self__, types.ModuleType):  # list.append of one
+                self._note(name, value.__self__, "self")
         elif is_generator(value):
             self.found.setdefault(name, {})["state"] = _text_of(contents_of(value))
         elif is_container(value) or isinstance(value, torch.Tensor):
@@ -184,7 +202,7 @@ class Marks:
         elif is_object(value):
             self._note_attributes(name, value, attributes_of(value), is_part)
             self._queue.append((type(value).__name__, type(value), False))
-        elif isinstance(value, _WITH_ATTRIBUTES):
+        elif isinstance(value, WITH_ATTRIBUTES):
             self._note_attributes(name, value, vars(value), is_part)
         else:
             self.found.setdefault(name, {})["inside"] = self._inside(value)
@@ -193,7 +211,7 @@ class Marks:
         """What functions name, and the variables of classes and files, where they are the program's
         own."""
         if isinstance(value, functools.partial) or is_of_program(value):
-            if isinstance(value, _FUNCTIONS):
+            if isinstance(value, FUNCTIONS):
                 self._follow(value, f"{name}.__self__")
                 return
             self._note_attributes(value.__name__, value, own_variables(value))
@@ -206,16 +224,25 @@ class Marks:
     def _inside(self, value: Any) -> Any:
         """Of what is looked at without its parts."""
         if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-            return value.tobytes() if value.nbytes <= _ARRAY_BYTES else None
+            return hash(value.tobytes()) if value.nbytes <= self.most_array_bytes else None
         if isinstance(value, types.GeneratorType):
-            frame = value.gi_frame
-            return None if frame is None else [id(local) for local in frame.f_locals.values()]
+            frame, inner = value.gi_frame, value.gi_yieldfrom
+            if frame is None:
+                return None
+            return [id(local) for local in frame.f_locals.values()], self._inside(inner)
         if isinstance(value, contextvars.ContextVar):
             return self._mark(value.get(None))
+        if isinstance(value, io.IOBase):
+            with contextlib.suppress(Exception):  # it is closed, or a terminal
+                return value.tell()
+            return None
         if isinstance(value, AnyIterator):
             if hasattr(value, "__dict__"):
                 return [self._mark(part) for part in vars(value).values()]
-            return repr(value), operator.length_hint(value)
+            # How far a cycle has come is not told: who names one takes its next entry.
+            hint = object() if isinstance(value, itertools.cycle) else operator.length_hint(value)
+            sources = [part for part in _referents(value) if isinstance(part, AnyIterator)]
+            return repr(value), hint, *map(self._inside, sources)
         return None
 
 

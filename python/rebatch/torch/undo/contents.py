@@ -3,6 +3,7 @@ functions hold. Must not know which of that is looked at, and when."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import operator
@@ -18,6 +19,7 @@ from rebatch.torch.undo.generators import functions_of, is_generator, is_same_st
 ATOMS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 )
+WITH_ATTRIBUTES = (types.SimpleNamespace, argparse.Namespace)  # that are all that they are
 CONTAINERS = (list, dict, tuple, set, collections.deque)
 MOST_ENTRIES = 1 << 16  # of a value, with those of the containers in it
 _FEW_ENTRIES = 64  # that are looked at one by one, rather than by a set of their types

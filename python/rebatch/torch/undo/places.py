@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 import types
 from typing import (
     Any,
@@ -34,6 +35,11 @@ from rebatch.torch.undo.contents import (
     walk,
 )
 
+# With a code object, or what has one behind it.
+FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, functools.partial),
+    type(functools.lru_cache(int)),
+)
 _NO_VARIABLES = (
     *(types.FunctionType, types.MethodType, functools.partial),
     *(types.BuiltinFunctionType, types.ModuleType),
@@ -57,6 +63,11 @@ class Place(NamedTuple):
     def at(self) -> Tuple[Any, ...]:
         """The same for two of one place."""
         return id(self.owner), self.key, self.path
+
+    @property
+    def mark_key(self) -> Tuple[Any, ...]:
+        """The same for two of one place, and for two of a value that is never another."""
+        return ("", id(self.get())) if isinstance(self.owner, _Own) else ("", *self.at)
 
     def get(self) -> Any:
         """What is there now, or MISSING."""
@@ -88,9 +99,13 @@ class Place(NamedTuple):
         return Place(name, self.owner, self.key, (*self.path, key))
 
 
+class _Own(Dict[Any, Any]):
+    """What a place is in that is none of the program's."""
+
+
 def place_of(name: str, value: Any, kind: str = "variable") -> Place:
     """One of a value that is never another."""
-    return Place(name, {name: value}, name, kind=kind)
+    return Place(name, _Own({name: value}), name, kind=kind)
 
 
 class Saved:
@@ -139,12 +154,43 @@ def _globals_in(code: types.CodeType) -> FrozenSet[str]:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _imports_in(code: types.CodeType) -> FrozenSet[str]:
+    """The files that it imports where it runs, by the names that it gives them."""
+    return frozenset(
+        it.argval
+        for part in _with_inner(code)
+        for it in dis.get_instructions(part)
+        if it.opname == "IMPORT_NAME"
+    )
+
+
+def _imported(name: str, variables: Dict[str, Any]) -> Iterator[Place]:
+    """A file of the program; one of the same package has a name that may be relative."""
+    package = variables.get("__package__") or ""
+    for full in (name, f"{package}.{name}".rstrip(".")):
+        module = sys.modules.get(full)
+        if isinstance(module, types.ModuleType) and is_of_program(module):
+            yield place_of(full.rpartition(".")[2], module)
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """A function, and what it wraps; of those around another one, the program's own."""
+    innermost = inspect.unwrap(function)
+    while function is not innermost:
+        variables = getattr(getattr(function, "__func__", function), "__globals__", None)
+        if variables and is_own(str(variables.get("__name__")).split(".")[0]):
+            yield function
+        function = function.__wrapped__
+    yield innermost
+
+
 def names_in(function: Any) -> Set[str]:
     """All that a function names: globals and attributes, and texts beside getattr()."""
     while isinstance(function, functools.partial):
         function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    parts = list(_with_inner(code)) if code else []
+    codes = [getattr(each, "__code__", None) for each in _with_wrapped(function)]
+    parts = [part for code in codes if code for part in _with_inner(code)]
     names = {name for part in parts for name in part.co_names}
     if "getattr" in names:
         names |= {text for part in parts for text in part.co_consts if isinstance(text, str)}
@@ -153,20 +199,25 @@ def names_in(function: Any) -> Set[str]:
 
 def named_by(function: Any) -> Iterator[Place]:
     """What a function names: variables of the functions around it, globals, its default arguments,
-    those of a functools.partial, and the object whose method it is, as "self"."""
+    those of a functools.partial, and the object whose method it is, as "self". Of a function that
+    is decorated, what its decorators name too."""
     if isinstance(function, functools.partial):
         for i, value in enumerate(function.args):
             yield place_of(f"argument {i}", value)
         for name in function.keywords:
             yield Place(name, function.keywords, name)
         function = function.func
-    function = inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
     if owner is None and is_object(function):
         owner, function = function, inspect.getattr_static(type(function), "__call__", None)
     if owner is not None:
         yield place_of("self", owner)
-    function = getattr(function, "__func__", function)
+    for each in _with_wrapped(function):
+        yield from _named_by(getattr(each, "__func__", each))
+
+
+def _named_by(function: Any) -> Iterator[Place]:
+    """Of one function, and not of what it wraps."""
     code = getattr(function, "__code__", None)
     if code is None:
         return
@@ -182,6 +233,8 @@ def named_by(function: Any) -> Iterator[Place]:
     variables = function.__globals__
     for name in sorted(_globals_in(code) & variables.keys()):
         yield Place(name, variables, name)
+    for name in sorted(_imports_in(code)):
+        yield from _imported(name, variables)
 
 
 def variables_of(function: Any) -> Iterator[Place]:
