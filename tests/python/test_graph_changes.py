@@ -485,7 +485,7 @@ def changes_of(net, loss_fn, passes=4, **options):
     step = rebatch.Step(net, optimizer, loss_fn, log_level="quiet", **options)
     changes = Changes(step._training.running)
     for _ in range(passes):
-        changes.before()
+        changes.before(())
         step.loss_fn(net, torch.ones(8, 4, device="meta")).backward()
         changes.after()
     return changes.names()
@@ -522,9 +522,9 @@ def test_a_pass_that_failed_is_none():
     step = rebatch.Step(net, torch.optim.SGD(net.parameters(), 0.1), mean, log_level="quiet")
     changes = Changes(step._training.running)
     for _ in range(4):
-        changes.before()
+        changes.before(())
         net.calls += 1  # of an attempt that failed, and after which nothing was put back
-        changes.before()
+        changes.before(())
         changes.after()
     assert changes.names() == []
 
@@ -540,7 +540,7 @@ def test_of_several_models_the_number_is_in_the_name():
     step = rebatch.Step([first, second], optimizer, loss_fn, log_level="quiet")
     changes = Changes(step._training.running)
     for _ in range(3):
-        changes.before()
+        changes.before(())
         loss_fn([first, second], torch.ones(8, 4, device="meta")).backward()
         changes.after()
     assert changes.names() == ["model[1].calls"]

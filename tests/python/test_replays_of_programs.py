@@ -453,6 +453,35 @@ def test_what_a_replay_would_leave_out_is_named(make):
     assert repr(make(Net())[1]) in said and not any(run.replayed)
 
 
+@pytest.mark.parametrize("is_cleared", (False, True))
+def test_gradients_that_a_step_does_not_find_are_named(is_cleared):
+    def make(model):
+        critic, sums = nn.Linear(1, 1), []
+        trainer = types.SimpleNamespace(nets=types.SimpleNamespace(critics=[[critic]]))
+
+        def loss_fn(model, samples):
+            return mean(model, samples) - trainer.nets.critics[0][0](model(samples[0])).mean()
+
+        def before(_):
+            sums.append(None if critic.weight.grad is None else critic.weight.grad.item())
+            if is_cleared:
+                critic.zero_grad()
+
+        return Program(loss_fn=loss_fn, before=before, state=lambda: sums)
+
+    run = both(make)
+    (said,) = run.told
+    assert "gives gradients to 'trainer.nets.critics[0][0].weight'" in said
+    assert not any(run.replayed)
+
+
+def test_a_generator_of_the_host_is_named_as_one():
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda _: torch.rand((), generator=generator)  # noqa: E731
+    (said,) = Run(lambda model: Program(draw), True).told
+    assert "expected random numbers of a generator on the GPU" in said
+
+
 # ---- what other samples or a later part of the training change ----
 
 

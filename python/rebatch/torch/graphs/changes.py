@@ -35,7 +35,7 @@ class _Marks(Marks):
     most_array_bytes = _COMPARED_BYTES
     names_parts_of_modules = True
 
-    def __init__(self, running: Running, ran: Ran):
+    def __init__(self, running: Running, ran: Ran, parameters: Sequence[torch.Tensor]):
         program, tree = running.program, running.undo.tree
         modules = [module for _, module in tree.named_modules()]
         models = listed(program.model)
@@ -46,22 +46,29 @@ class _Marks(Marks):
         # What it holds keeps its address while this is there.
         self._held: List[Any] = []
         self._device = program.device.type
-        self._on_device: Dict[int, torch.Tensor] = {}
+        self._on_device: Dict[int, Tuple[str, torch.Tensor]] = {}
         functions = [*program.functions_of_a_pass(), *ran.functions]
         known = program.handled() - looked_at
-        super().__init__(functions, modules, known, roots=roots, places=ran.places)
+        super().__init__(functions, modules, known, roots=roots, places=ran.places())
         self.generators = {name: get() for name, (get, _) in of_everyone().items()}
         self.generators["torch.default_generator"] = torch.get_rng_state()
-        tensors = list(self._on_device.values())
+        tensors = [tensor for _, tensor in self._on_device.values()]
         sums = sums_of(tensors) if self._device != "meta" else [None] * len(tensors)
         self.contents = {id(t): (t, mark_of(t)[0], n) for t, n in zip(tensors, sums)}
+        # Of leaves beside `parameters`: what a Step has no gradients of.
+        known = set(map(id, parameters))
+        self.gradients = {
+            name: (t.grad, None if t.grad is None else t.grad._version)
+            for name, t in self._on_device.values()
+            if t.is_leaf and t.requires_grad and id(t) not in known
+        }
 
     def look_into(self, name: str, value: Any, is_part: bool) -> None:
         self._held.append(value)
         if isinstance(value, torch.Generator) and value.device.type != "cpu":
             return  # a graph has it
         if isinstance(value, torch.Tensor) and not self._is_on_host(value):
-            self._on_device[id(value)] = value
+            self._on_device[id(value)] = name, value
         super().look_into(name, value, is_part)
         if isinstance(value, torch.nn.Module):
             for table in HOOK_TABLES:
@@ -130,17 +137,22 @@ class Changes:
         self._passes = 0
         self._before: Optional[_Marks] = None
         self._ran = Ran()
+        self._parameters: Sequence[torch.Tensor] = ()
         self._names: Dict[str, None] = {}
-        self._generators: Set[str] = set()  # of these, those of the host
+        self._generators: Set[str] = set()  # of these, those of random numbers
         self._collectives = 0  # before the pass
         self.has_collectives = False
         self.in_place: List[torch.Tensor] = []  # of the device, of the last pass
+        self.gets_gradients: Dict[str, None] = {}  # names beside the parameters
 
-    def before(self, ran: Optional[Ran] = None) -> None:
-        """An eager pass runs, of whose code `ran` is known."""
-        self._ran = ran or Ran()
-        self._before = _Marks(self._running, self._ran) if self._passes >= _FILLING else None
+    def before(self, parameters: Sequence[torch.Tensor], ran: Optional[Ran] = None) -> None:
+        """An eager pass runs, of whose code `ran` is known. `parameters` get gradients."""
+        self._parameters, self._ran = parameters, ran or Ran()
+        self._before = self._marks() if self._passes >= _FILLING else None
         self._collectives = collectives()
+
+    def _marks(self) -> _Marks:
+        return _Marks(self._running, self._ran, self._parameters)
 
     def after(self, reads: Optional[Reads] = None) -> bool:
         """It has succeeded. `reads` are from before it: what is read may have no mark. False: it
@@ -150,17 +162,23 @@ class Changes:
         if before is None:
             return False
         self.has_collectives |= collectives() != self._collectives
-        now = _Marks(self._running, self._ran)
+        now = self._marks()
         self.in_place = _in_place(before, now)
         names = changed_in(before, now)
         for name in names:
             if not is_within(name, names):
                 is_in_place = _are_in_place(before.found.get(name, {}), now.found.get(name, {}))
                 self._names[name + " (a tensor on the CPU)" * is_in_place] = None
+                if "state" in now.found.get(name, {}):
+                    self._generators.add(name)
         for name, state in before.generators.items():
             if not is_same_state(now.generators[name], state):
                 self._names[name] = None
                 self._generators.add(name)
+        for name, (gradient, version) in now.gradients.items():
+            then = before.gradients.get(name, (None, None))
+            if gradient is not then[0] or version != then[1]:
+                self.gets_gradients[name] = None
         if reads and not self._names:
             self._names.update(dict.fromkeys(filter(None, [reads.changed()])))
         return True

@@ -63,6 +63,12 @@ class _MicroBatch(NamedTuple):
     length: int
 
 
+def _listed(names: Sequence[str]) -> str:
+    left = len(names) - 3
+    more = f" and {left} other{'s' * (left > 1)}" if left > 0 else ""
+    return f"{', '.join(map(repr, names[:3]))}{more}"
+
+
 class Graphs:
     """Of one training. `most` graphs are kept; put_back() makes the state that before the attempt
     which runs."""
@@ -129,12 +135,17 @@ class Graphs:
                 f"{self._running.program.loss_name} calls other ranks (torch.distributed), which "
                 "may capture in another step: expected no collective in it"
             )
-        if names and not why:
-            more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        if changes.gets_gradients and not why:
             why = (
-                f"{self._running.program.loss_name} changes "
-                f"{', '.join(map(repr, names[:3]))}{more} in Python, which a replay would leave "
-                f"out: expected {changes.expected()}"
+                f"{self._running.program.loss_name} gives gradients to "
+                f"{_listed(list(changes.gets_gradients))} beside the model, which a replay would "
+                "leave out: expected a variable of it, or an attribute, with that tensor or "
+                "network, and without its optimizer"
+            )
+        if names and not why:
+            why = (
+                f"{self._running.program.loss_name} changes {_listed(names)} in Python, which a "
+                f"replay would leave out: expected {changes.expected()}"
             )
         if why:
             self._turn_off(why)
@@ -202,7 +213,7 @@ class Graphs:
         is_looking = is_last or (self._is_looking and self._looks > 0)
         if is_looking:
             self._looks -= 1
-            self._changes.before(self._ran.get(key))
+            self._changes.before(self._parameters, self._ran.get(key))
         reads = self._reads_of([key]) if is_last else None
         ran = Ran()
         with ran.looking() if left == 1 else contextlib.nullcontext():
@@ -227,7 +238,8 @@ class Graphs:
                 self._tell(
                     f"the first {_MOST_SHAPES} micro-batches nearly all differed in shapes, "
                     "numbers or texts, and one is captured when it has come again: expected "
-                    "lengths that are padded to a few, and tensors for numbers that change"
+                    "lengths that are padded to a few, tensors for numbers that change, and no "
+                    "texts of single samples"
                 )
         is_due = (
             not self._is_looking

@@ -59,7 +59,8 @@ class Named:
         self,
         functions: Sequence[Any],
         modules: Iterable[Tuple[str, torch.nn.Module]],
-        places: Sequence[Place] = (),
+        objects: Sequence[Place] = (),
+        attributes: Sequence[Place] = (),
     ):
         self.places: Dict[Tuple[Any, ...], Place] = {}
         self.values: Dict[int, Tuple[str, Any]] = {}
@@ -70,8 +71,10 @@ class Named:
             self._add_module(name, module)
         for function in functions:
             self._follow(function)
-        for place in places:
+        for place in objects:
             self.put(place)
+        for place in attributes:
+            self.put(place, _LEVELS + 1)
         size = -1
         while size != len(self._names) + len(self.values):  # until nothing new is named
             size = len(self._names) + len(self.values)

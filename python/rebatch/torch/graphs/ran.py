@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 import weakref
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Set, Tuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,12 +48,13 @@ def _owner_of(frame: types.FrameType) -> Any:
 
 
 class Ran:
-    """`functions` are the program's own, without the variables around them; `places` are objects
-    whose methods are, and attributes that methods of installed packages name."""
+    """`functions` are the program's own, without the variables around them; `objects` are those
+    whose methods are, and `attributes` what methods of installed packages name."""
 
     def __init__(self) -> None:
         self.functions: List[Any] = []
-        self.places: List[Place] = []
+        self.objects: List[Place] = []
+        self.attributes: List[Place] = []
         self._found: Dict[Tuple[int, int], Tuple[Any, Any, Any]] = {}
 
     @contextlib.contextmanager
@@ -86,11 +87,15 @@ class Ran:
             key = id(code), id(owner() if owner else None)
             self._found.setdefault(key, (code, owner, frame.f_globals if is_program else None))
 
+    def places(self) -> List[Place]:
+        return self.objects + self.attributes
+
     def end(self, batch: Any) -> "Ran":
         """The pass has succeeded, and what it made is gone, but for its batch."""
         of_batch = set(map(id, parts_of(batch)))
         codes: Dict[int, Tuple[types.CodeType, Dict[str, Any]]] = {}
         names: Dict[int, str] = {}  # of objects
+        objects: Set[int] = set()
         for code, reference, variables in self._found.values():
             owner = reference() if reference else None
             if variables is not None:
@@ -102,7 +107,11 @@ class Ran:
                 kind = type(owner).__name__
                 count = sum(each.partition(" ")[0] == kind for each in names.values())
                 name = names[id(owner)] = f"{kind} ({count + 1})" if count else kind
-            self.places += _places_in(name, owner, None if variables else code)
+            if variables is None:
+                self.attributes += _named_in(name, owner, code)
+            elif id(owner) not in objects:
+                objects.add(id(owner))
+                self.objects.append(place_of(name, owner))
         self._found.clear()
         for code, variables in codes.values():
             cells = tuple(types.CellType() for _ in code.co_freevars)
@@ -111,11 +120,8 @@ class Ran:
         return self
 
 
-def _places_in(name: str, owner: Any, code: Optional[types.CodeType]) -> Iterator[Place]:
-    """The object, or, of an installed package's, the attributes that a method names."""
-    if code is None:
-        yield place_of(name, owner)
-        return
+def _named_in(name: str, owner: Any, code: types.CodeType) -> Iterator[Place]:
+    """The attributes of an object that code names."""
     own = getattr(owner, "__dict__", {})
     texts = code.co_consts if "__dict__" in code.co_names else ()
     named = {*code.co_names, *(text for text in texts if isinstance(text, str))}

@@ -191,8 +191,9 @@ class Reads:
         ran: Sequence[Ran] = (),
     ):
         functions = [*functions, *(function for each in ran for function in each.functions)]
-        inner = [place for each in ran for place in each.places]
-        named = Named(functions, _named(modules), inner)
+        objects = [place for each in ran for place in each.objects]
+        attributes = [place for each in ran for place in each.attributes]
+        named = Named(functions, _named(modules), objects, attributes)
         scaler = getattr(update.scales, "__dict__", {})
         if "_scale" in scaler:
             named.put(Place("scaler._scale", scaler, "_scale"))
