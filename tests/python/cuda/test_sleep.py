@@ -150,6 +150,24 @@ def test_an_allocation_waits_for_the_wake_and_says_so():
     assert child(script).splitlines() == ["True []", "1 1"]
 
 
+@pytest.mark.parametrize(
+    "call", ["rebatch.exportable('more').__enter__()", "torch.cuda.caching_allocator_alloc(MIB)"]
+)
+def test_a_wait_with_pythons_lock_lets_another_thread_wake(call):
+    script = BEGIN + (
+        "import threading\n"
+        "with rebatch.exportable('more'):\n"
+        "    pass\n"
+        "rebatch.sleep()\n"
+        "threading.Timer(0.1, rebatch.wake).start()\n"
+        f"{call}\n"
+        "print('asleep' in rebatch.summary())\n"
+    )
+    result = run(script)
+    assert result.returncode == 0 and result.stdout == "False\n", result.stderr
+    assert result.stderr.count("the call waits for rebatch.wake()") == 1
+
+
 INTERRUPTED = BEGIN + (
     "import os, signal, threading, time\n"
     "model = torch.nn.Linear(1024, 1024, device='cuda')\n"

@@ -54,12 +54,9 @@ def exportable(tag: str) -> Iterator[None]:
                 stacklevel=user_stacklevel(),
             )
     with install.tag(tag):
-        if arena is None:
-            yield
-            return
         key, thread = (tag, index), threading.get_ident()
-        within = _threads.setdefault(key, 0)
-        if within == thread:
+        within = _threads.get(key, 0)
+        if arena is None or within == thread:
             yield
             return
         if within:

@@ -39,6 +39,11 @@
 extern "C" {
 __attribute__((weak)) int PyGILState_Ensure();
 __attribute__((weak)) void PyGILState_Release(int);
+__attribute__((weak)) void *PyGILState_GetThisThreadState();
+__attribute__((weak)) void *_PyThreadState_UncheckedGet(); // before Python 3.13
+__attribute__((weak)) void *PyThreadState_GetUnchecked();
+__attribute__((weak)) void *PyEval_SaveThread();
+__attribute__((weak)) void PyEval_RestoreThread(void *);
 __attribute__((weak)) int PyOS_InterruptOccurred();
 __attribute__((weak)) void PyErr_SetInterrupt();
 }
@@ -622,10 +627,18 @@ bool may_wait_for_gpu(void *)
     return front->may_wait();
 }
 
+// Where PyTorch waits with Python's lock, those that would wake the pool have it for a moment.
 // Signals are the main thread's. To ask takes it back, so it comes again, when Python goes on.
 bool is_interrupted(void *)
 {
-    if (!PyOS_InterruptOccurred || syscall(SYS_gettid) != getpid())
+    if (!PyOS_InterruptOccurred)
+        return false;
+    const void *const own = PyGILState_GetThisThreadState();
+    const auto current =
+        PyThreadState_GetUnchecked ? PyThreadState_GetUnchecked : _PyThreadState_UncheckedGet;
+    if (own && current && own == current())
+        PyEval_RestoreThread(PyEval_SaveThread());
+    if (syscall(SYS_gettid) != getpid())
         return false;
     const int state = PyGILState_Ensure();
     const bool has_come = PyOS_InterruptOccurred();

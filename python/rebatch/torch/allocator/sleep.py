@@ -43,14 +43,12 @@ def _numbers(pool: int, option: str, tags: Collection[str]) -> ctypes.Array[ctyp
     return (ctypes.c_uint16 * len(cut))(*map(names.index, cut))
 
 
-def _tell(_user: object) -> None:
-    print(
+_on_wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+    lambda _user: print(
         "rebatch: memory is asked for while the pool sleeps: the call waits for rebatch.wake()",
         file=sys.stderr,
     )
-
-
-_on_wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_tell)
+)
 
 
 def sleep(keep: Collection[str] = (), drop: Collection[str] = ()) -> dict[str, int]:
