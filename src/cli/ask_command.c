@@ -36,22 +36,14 @@ static const char top_help[] =
     "  --json           an array of what they answer to `rebatch ask PID status`\n"
     "exit status: 0 the list is printed, 2 wrong usage\n";
 
-static int print_help(const char *text, const char *usage, int count, char **arguments)
-{
-    if (count > 0 && !rbi_command_is_help(arguments[0]))
-        return rbi_command_refuse(usage);
-    fputs(text, stdout);
-    return RBI_EXIT_OK;
-}
-
 int rbi_ask_help(int count, char **arguments)
 {
-    return print_help(ask_help, "help ask", count, arguments);
+    return rbi_command_print_help(ask_help, "help ask", count, arguments);
 }
 
 int rbi_top_help(int count, char **arguments)
 {
-    return print_help(top_help, "help top", count, arguments);
+    return rbi_command_print_help(top_help, "help top", count, arguments);
 }
 
 /* The words of a request as one line. */

@@ -58,6 +58,14 @@ int rbi_command_refuse(const char *usage)
     return RBI_EXIT_USAGE;
 }
 
+int rbi_command_print_help(const char *text, const char *usage, int count, char **arguments)
+{
+    if (count > 0 && !rbi_command_is_help(arguments[0]))
+        return rbi_command_refuse(usage);
+    fputs(text, stdout);
+    return RBI_EXIT_OK;
+}
+
 void rbi_command_refuse_option(const char *command, int found, const char *given)
 {
     const char letter[] = {'-', (char)optopt, '\0'};

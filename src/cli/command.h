@@ -21,6 +21,8 @@ int rbi_command_run(const char *what, const struct rbi_command *commands, size_t
 bool rbi_command_is_help(const char *argument);
 /* Says how a command is used, and gives RBI_EXIT_USAGE. */
 int rbi_command_refuse(const char *usage);
+/* Prints a help, which has no arguments; `usage` is what is said of others. An exit status. */
+int rbi_command_print_help(const char *text, const char *usage, int count, char **arguments);
 
 /* Says which option getopt_long() did not take: ':' is one without its value. Long options have
  * values below ' '. `command` is whose

@@ -118,10 +118,7 @@ static int config_example(int count, char **arguments)
 
 int rbi_config_help(int count, char **arguments)
 {
-    if (count > 0 && !rbi_command_is_help(arguments[0]))
-        return rbi_command_refuse("help config");
-    fputs(config_help, stdout);
-    return RBI_EXIT_OK;
+    return rbi_command_print_help(config_help, "help config", count, arguments);
 }
 
 /* Takes "--" out of what follows a command; false when help is asked for, or an option that there

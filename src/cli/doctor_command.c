@@ -17,10 +17,7 @@ static const char help[] =
 
 int rbi_doctor_help(int count, char **arguments)
 {
-    if (count > 0 && !rbi_command_is_help(arguments[0]))
-        return rbi_command_refuse("help doctor");
-    fputs(help, stdout);
-    return RBI_EXIT_OK;
+    return rbi_command_print_help(help, "help doctor", count, arguments);
 }
 
 int rbi_doctor_main(int count, char **arguments)

@@ -40,10 +40,7 @@ static const char help[] =
 
 int rbi_fit_help(int count, char **arguments)
 {
-    if (count > 0 && !rbi_command_is_help(arguments[0]))
-        return rbi_command_refuse("help fit");
-    fputs(help, stdout);
-    return RBI_EXIT_OK;
+    return rbi_command_print_help(help, "help fit", count, arguments);
 }
 
 /* That of the program, where it is a Python: its PyTorch is the one that counts. */

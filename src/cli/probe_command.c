@@ -27,10 +27,7 @@ static const char help[] =
 
 int rbi_probe_help(int count, char **arguments)
 {
-    if (count > 0 && !rbi_command_is_help(arguments[0]))
-        return rbi_command_refuse("help probe");
-    fputs(help, stdout);
-    return RBI_EXIT_OK;
+    return rbi_command_print_help(help, "help probe", count, arguments);
 }
 
 /* ---- options ---- */

@@ -55,10 +55,7 @@ static const char help[] =
 
 int rbi_run_help(int count, char **arguments)
 {
-    if (count > 0 && !rbi_command_is_help(arguments[0]))
-        return rbi_command_refuse("help run");
-    fputs(help, stdout);
-    return RBI_EXIT_OK;
+    return rbi_command_print_help(help, "help run", count, arguments);
 }
 
 /* ---- options ---- */

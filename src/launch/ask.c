@@ -28,15 +28,10 @@ static rebatch_status receive_line(int fd, char *answer, size_t size)
 {
     char next;
     ssize_t got;
-    for (size_t length = 0;;) {
-        do
-            got = recv(fd, &next, 1, 0);
-        while (got < 0 && errno == EINTR);
-        if (got == 1 && next == '\n')
+    for (size_t length = 0; (got = recv(fd, &next, 1, 0)) > 0 || (got < 0 && errno == EINTR);) {
+        if (got > 0 && next == '\n')
             return REBATCH_OK;
-        if (got <= 0)
-            break;
-        if (length + 1 < size)
+        if (got > 0 && length + 1 < size)
             answer[length++] = next;
         answer[length] = '\0';
     }

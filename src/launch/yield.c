@@ -29,7 +29,7 @@ static struct {
     bool sleeps;               /* that is asked for, else a give */
     bool falls_asleep;         /* now, in the thread of the training */
     bool has_slept;            /* on request; anybody may have woken it since */
-    char complaint[256];       /* why it does not sleep */
+    char complaint[256];       /* why it does not sleep; "": it is not in a step */
     struct rbi_client *asking; /* NULL: none waits for an answer */
     uint64_t asked_ns, ran_ns, held_before, target;
     uint64_t waiting; /* the least target of those answered that wait for a step; NONE: no one */
@@ -198,16 +198,13 @@ static void say_status(struct rbi_client *client)
     const struct rbi_pool_look pool = rbi_pool_look(yield.pool);
     const bool sleeps = rbi_pool_sleeps(yield.pool);
     const bool trains = !sleeps && !has_stopped(0, rbi_now_ns());
+    const char *const state = sleeps ? "asleep" : trains ? "training" : "not in a step";
     const uint64_t period = yield.period_ns;
     const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
     rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
     rbi_text_add_json(&t, yield.command);
-    rbi_text_add(&t, ", \"state\": \"%s\"",
-                 sleeps   ? "asleep"
-                 : trains ? "training"
-                          : "not in a step");
-    rbi_text_add(&t, ", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64, pool.reserved_bytes,
-                 pool.live_bytes);
+    rbi_text_add(&t, ", \"state\": \"%s\", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
+                 state, pool.reserved_bytes, pool.live_bytes);
     add_known(&t, "needs_bytes", yield.needs);
     add_known(&t, "bound_bytes", pool.given_bytes == SIZE_MAX ? 0 : pool.given_bytes);
     rbi_text_add(&t, ", \"steps\": %" PRIu64 ", \"micro\": %" PRIu64, (uint64_t)yield.steps,
@@ -252,6 +249,7 @@ static void ask_training(struct rbi_client *client, bool sleeps)
     yield.asked_ns = rbi_now_ns();
     yield.sleeps = sleeps;
     yield.has_slept = false;
+    yield.complaint[0] = '\0';
     if (yield.turned_ns && !yield.is_posted)
         yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
 }
@@ -307,10 +305,9 @@ static void say_asleep(void)
     const uint64_t now = rbi_now_ns();
     if (yield.is_posted && !has_stopped(yield.asked_ns, now))
         return;
-    const bool has_begun = yield.turned_ns && !yield.is_posted;
     let_go();
     if (!yield.has_slept) {
-        rbi_client_refuse(client, has_begun
+        rbi_client_refuse(client, yield.complaint[0]
                                       ? yield.complaint
                                       : "not in a step, and it sleeps between two micro-batches");
         return;

@@ -189,17 +189,12 @@ static size_t next_asleep(const struct rbi_sleeper *s, size_t *page)
     return count;
 }
 
-/* The chunks for all that sleeps, so that none is made in vain where memory does not suffice. */
-static rebatch_status create_all(struct rbi_vm *vm)
+/* For all that sleeps before any is mapped: where memory does not suffice, none is made in vain. */
+static rebatch_status create_run(struct rbi_vm *vm, const struct rbi_sleeper *s, size_t page,
+                                 size_t count)
 {
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < vm->asleep.count && !status; i++) {
-        const struct rbi_sleeper *const s = &vm->asleep.sleepers[i];
-        for (size_t page = s->first, count; !status && (count = next_asleep(s, &page)) > 0;
-             page += count)
-            status = rbi_vm_create(vm, count, RBI_CHUNK_GROWTH_MOST);
-    }
-    return status;
+    (void)s, (void)page;
+    return rbi_vm_create(vm, count, RBI_CHUNK_GROWTH_MOST);
 }
 
 static rebatch_status map_run(struct rbi_vm *vm, const struct rbi_sleeper *s, size_t page,
@@ -224,14 +219,17 @@ static rebatch_status map_run(struct rbi_vm *vm, const struct rbi_sleeper *s, si
     return status;
 }
 
-static rebatch_status map_all(struct rbi_vm *vm)
+/* Of all that sleeps. */
+static rebatch_status each_run(struct rbi_vm *vm,
+                               rebatch_status (*run)(struct rbi_vm *vm, const struct rbi_sleeper *s,
+                                                     size_t page, size_t count))
 {
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < vm->asleep.count && !status; i++) {
         const struct rbi_sleeper *const s = &vm->asleep.sleepers[i];
         for (size_t page = s->first, count; !status && (count = next_asleep(s, &page)) > 0;
              page += count)
-            status = map_run(vm, s, page, count);
+            status = run(vm, s, page, count);
     }
     return status;
 }
@@ -248,9 +246,9 @@ static rebatch_status make_accessible(struct rbi_vm *vm)
 rebatch_status rbi_asleep_wake(struct rbi_vm *vm)
 {
     (void)rbi_vm_release(vm, 0); /* or what is spare would be cut up */
-    rebatch_status status = create_all(vm);
+    rebatch_status status = each_run(vm, create_run);
     if (status == REBATCH_OK)
-        status = map_all(vm);
+        status = each_run(vm, map_run);
     if (status == REBATCH_OK)
         status = make_accessible(vm);
     if (status == REBATCH_OK && vm->asleep.copied_pages && rbi_device_has_contents(vm->device))
