@@ -393,7 +393,7 @@ def test_losses_of_sentences_that_depend_on_the_batch_are_refused_by_name(senten
         whole.train()
 
 
-@pytest.mark.parametrize("kind", ("ranking", "matryoshka", "triplet"))
+@pytest.mark.parametrize("kind", ("ranking", "negatives", "matryoshka", "triplet"))
 def test_losses_of_sentences_over_the_batch_with_embed(sentences, tmp_path, kind):
     """The model runs in parts, and the loss on all rows."""
     from sentence_transformers import losses
@@ -403,12 +403,15 @@ def test_losses_of_sentences_over_the_batch_with_embed(sentences, tmp_path, kind
     data = sentences[2].remove_columns("score")
     if kind == "triplet":
         data = data.remove_columns("second").add_column("label", [0, 1] * (SAMPLES // 2))
+    if kind == "negatives":  # which it runs through the model together
+        words = sentences[3]["second"]
+        data = data.add_column("third", words[::-1]).add_column("fourth", [w[:5] for w in words])
 
     def loss(model):
         if kind == "triplet":
             return losses.BatchHardTripletLoss(model)
         ranking = losses.MultipleNegativesRankingLoss(model)
-        return ranking if kind == "ranking" else losses.MatryoshkaLoss(model, ranking, [16, 8])
+        return losses.MatryoshkaLoss(model, ranking, [16, 8]) if kind == "matryoshka" else ranking
 
     def train(wrapped, fails):
         bases, options = ((RebatchMixin,), {"rebatch": {"embed": True}}) if wrapped else ((), {})
@@ -421,6 +424,23 @@ def test_losses_of_sentences_over_the_batch_with_embed(sentences, tmp_path, kind
         return state(trainer.model)
 
     look_alike(train)
+
+
+def test_a_loss_of_sentences_that_takes_more_of_the_model_says_what_works(sentences, tmp_path):
+    from sentence_transformers import losses
+
+    from rebatch.transformers import RebatchMixin
+
+    def by_layers(model):
+        return losses.AdaptiveLayerLoss(model, losses.MultipleNegativesRankingLoss(model))
+
+    data = sentences[2].remove_columns("score")
+    options = {"rebatch": {"embed": True}}
+    trainer = sentence_trainer(sentences, (RebatchMixin,), by_layers, data, tmp_path, **options)
+    with pytest.raises(AttributeError) as raised:
+        trainer.train()
+    (note,) = raised.value.__notes__
+    assert "expected one that takes nothing else of the model, or a batch that runs whole" in note
 
 
 def test_embed_of_a_trainer_without_columns_of_texts_is_refused(tmp_path):

@@ -1,6 +1,8 @@
 """Lightning and transformers with two processes, where batches are accumulated. test_launchers.py
 has them without accumulation."""
 
+import re
+
 import pytest
 
 import pair
@@ -39,3 +41,24 @@ def test_trl_makes_its_metrics_once_where_ranks_cut_unequally(name, config, larg
     for found in pair.run("adapted_trl", "with_trl", name, config, largest):
         assert found["gradients"] < 1e-5 and found["metrics"] < 1e-5
         assert found["same"] and found["micro"] == [8, 2]
+
+
+@pytest.mark.parametrize("loss, columns", (("ranking", 2), ("ranking", 4), ("matryoshka", 3)))
+def test_sentences_of_all_ranks_are_compared(loss, columns):
+    pytest.importorskip("sentence_transformers")
+    for found in pair.run("adapted_sentences", "with_sentences", loss, columns):
+        assert found["gap"] < 1e-5 and found["same"]
+        assert found["ranks"] == [8, 4] and found["gathers"] == [True]
+
+
+@pytest.mark.parametrize(
+    "gathers, accumulated, said",
+    (
+        (False, 1, "2 ranks train, so the loss is that of all ranks' samples: expected one with"),
+        (True, 2, "gradient_accumulation_steps is 2: expected 1, and a batch that has all samples"),
+    ),
+)
+def test_what_cannot_be_a_loss_of_all_ranks_sentences_is_refused(gathers, accumulated, said):
+    pytest.importorskip("sentence_transformers")
+    for kind, text, _ in pair.run("adapted_sentences", "refused", gathers, accumulated):
+        assert kind == "ValueError" and re.search(said, text)
