@@ -313,3 +313,50 @@ def test_workspaces_that_are_not_known_are_no_failure_and_told(program):
     [plain] = found(*options, program(MODEL, LOADED), "16")
     assert row["micro"] == pytest.approx(plain["micro"], rel=0.02)
     assert "cuFFT's workspaces are estimated" in row["remark"] and not plain["remark"]
+
+
+# Lengths differ, so that no dimension is that of the samples; and the batch is no collection.
+RAGGED = """
+class Batch:
+    def __init__(self, samples):
+        self.rows = torch.cat([row for row, _ in samples])
+        self.starts = torch.tensor([0, *(len(row) for row, _ in samples)]).cumsum(0)
+        self.classes = torch.tensor([kind for _, kind in samples])
+
+
+rows = [(torch.randn(3 + at % 5, 64), at % 16) for at in range(1000)]
+for samples in torch.utils.data.DataLoader(rows, int(sys.argv[1]), collate_fn=Batch):
+    scores = model(samples.rows.cuda())
+    each = torch.segment_reduce(scores, "mean", offsets=samples.starts.cuda(), axis=0)
+    F.cross_entropy(each, samples.classes.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+# Its dataset makes batches, of which a loader returns one.
+OF_BATCHES = """
+batches = [batch(int(sys.argv[1])) for _ in range(9)]
+for inputs, classes in torch.utils.data.DataLoader(batches, 1, collate_fn=lambda each: each[0]):
+    F.cross_entropy(model(inputs.cuda()), classes.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+def test_samples_that_differ_in_size_are_made_a_batch_as_the_program_does(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [ragged] = found(*options, program(MODEL, RAGGED), "20")
+    [plain] = found(*options, program(MODEL, LOADED), "20")
+    rows = sum(3 + at % 5 for at in range(20)) / 20
+    assert rows * ragged["micro"] == pytest.approx(plain["micro"], rel=0.02)
+    assert not ragged["remark"]
+
+
+@on_standin
+def test_loader_of_whole_batches_has_their_samples(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [row] = found(*options, program(MODEL, OF_BATCHES), "16")
+    assert (
+        row["micro"] > 100 and "16 in the program, of the tensors that its loader" in row["remark"]
+    )

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from typing import Any, Dict, Iterator, List, NoReturn, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -104,7 +104,15 @@ class Watch:
 
         def iterate(loader: Any) -> Any:
             loader.num_workers = loader.timeout = 0  # a copy of the process has no workers
-            return _Batches(plain(loader), self)
+            own = loader.collate_fn
+            batches = _Batches(own, self)
+            if loader.batch_sampler is not None:  # else a sample is a batch
+                loader.collate_fn = batches.collate
+            try:
+                batches.plain = plain(loader)
+            finally:
+                loader.collate_fn = own
+            return batches
 
         torch.utils.data.DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
@@ -161,10 +169,19 @@ class Watch:
     ) -> Dict[str, Any]:
         if self._sized:
             self.begin(self._sized, _FileReply(request["answer"]), root)
-        loop = _Loop(self, samples, root)
-        search = Search(loop, request["installs"])
-        loop.passes = search.tried(loop.samples, UNLIMITED).passes
-        line, remark = _line_of(loop, search) if samples else (None, _UNKNOWN)
+        loops = [_Loop(self, samples, root)]
+        if self._loader and not root and len(self._loader.samples) not in (0, samples):
+            loops.insert(0, _Loop(self, len(self._loader.samples), root, self._loader))
+        searches = [Search(loop, request["installs"]) for loop in loops]
+        line, remark = None, ""
+        for loop, search in zip(loops, searches):
+            loop.passes = search.tried(loop.samples, UNLIMITED).passes
+            line, why = _line_of(loop, search) if loop.found else (None, _UNKNOWN)
+            if line:
+                break
+            remark = remark or why
+        if not line:
+            search = searches[0]
         outside = search.outside(request["beside"])
         rooms = rooms_of(request["free"], outside)
         try:
@@ -172,7 +189,9 @@ class Watch:
         except FitError as error:
             rows, remark = [], str(error)
         if rows:
-            remark = _VARIED.format(samples) if root else ""
+            is_told = root or loop is not loops[0]
+            remark = _VARIED.format(samples, "model is called with" if root else "loader returns")
+            remark = remark if is_told else ""
         else:
             rows = [search.row_of_own(room) for room in rooms]
             remark = _FIXED.format(remark.removeprefix("rebatch: "))
@@ -200,10 +219,7 @@ class Watch:
 
 
 _UNKNOWN = "the tensors of a batch have no first dimension in common, and count as 1 sample"
-_VARIED = (
-    "A sample is one of the first dimension, {} in the program, of the tensors that its model is "
-    "called with."
-)
+_VARIED = "A sample is one of the first dimension, {} in the program, of the tensors that its {}."
 _FIXED = (
     "The size of the batch could not be varied, so the peak is that of the program's own batch: "
     "{}. Where the program takes the size from an argument, say --batch N and {{batch}} in its "
@@ -213,8 +229,8 @@ _FIXED = (
 
 def _line_of(loop: _Loop, search: Search) -> Tuple[Optional[Line], str]:
     """The line on which peaks lie; or None, and why there is none."""
-    said = ""
-    for loop.grows_like_weights in True, False:
+    said, ways = "", (True,) if loop.loader else (True, False)
+    for loop.grows_like_weights in ways:
         try:
             line = search.line()
         except FitError as error:
@@ -248,9 +264,21 @@ def _common_size(given: Any) -> int:
 class _Batches:
     """An iterator of a DataLoader."""
 
-    def __init__(self, plain: Any, watch: Watch):
-        self._plain, self._watch = plain, watch
+    def __init__(self, collate: Any, watch: Watch):
+        self.plain: Any = None
+        self._collate, self._watch = collate, watch
         self.last: Any = None
+        self.samples: Sequence[Any] = ()  # of which it was made
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """As the program does."""
+        self.samples = samples
+        return self._collate(samples)
+
+    def become(self, size: int) -> None:
+        """Its last batch has so many samples, each several times or some of them."""
+        count = len(self.samples)
+        self.last = self._collate([self.samples[at * count // size] for at in range(size)])
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -258,15 +286,15 @@ class _Batches:
     def __next__(self) -> Any:
         if self._watch.repeats(self):
             return copy.deepcopy(self.last)
-        self.last = next(self._plain)
+        self.last = next(self.plain)
         self._watch.returns(self)
         return self.last
 
     def __len__(self) -> int:
-        return len(self._plain)
+        return len(self.plain)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
+        return getattr(self.plain, name)
 
 
 class _Loop:
@@ -274,8 +302,15 @@ class _Loop:
 
     name = ""
 
-    def __init__(self, watch: Watch, samples: int, root: Optional[torch.nn.Module]):
+    def __init__(
+        self,
+        watch: Watch,
+        samples: int,
+        root: Optional[torch.nn.Module],
+        loader: Optional[_Batches] = None,
+    ):
         self._watch, self._root = watch, root
+        self.loader = loader  # makes the batches of another size; None: the tensors are resized
         self.found = samples  # 0: not found
         self.samples = samples or 1
         self.grows_like_weights = True  # tensors with the shape of one
@@ -304,7 +339,9 @@ class _Try:
         self._request, self._reply = request, reply
         self._root = root  # whose call begins a pass
         self._growth: Optional[Growth] = None
-        if loop and loop.found not in (0, request.size):
+        if loop and loop.loader:
+            loop.loader.become(request.size)
+        elif loop and loop.found not in (0, request.size):
             self._growth = Growth(loop.found, request.size, loop.grows_like_weights)
         self._known_passes = loop.passes if loop else 0
         self._passes, self._passes_before, self._updates = int(bool(root)), 0, dict[int, int]()
