@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 
 import torch
 
@@ -97,7 +98,7 @@ def train(connection: socket.socket, rounds: int, batch: int) -> None:
     for number in range(rounds):
         slept = rebatch.sleep()  # what is exported stays: the server reads it
         connection.sendall(f"{json.dumps(prompts)}\n".encode())
-        tokens = json.loads(answers.readline())
+        tokens = json.loads(answers.readline() or sys.exit("the server has ended: no answer came"))
         rebatch.wake()
         loss = train_step(torch.tensor(tokens, device="cuda"))
         torch.cuda.synchronize()  # the update is there before the next answer

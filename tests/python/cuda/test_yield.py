@@ -275,5 +275,9 @@ def test_the_example_of_a_server_has_its_memory_while_the_trainer_sleeps(shared)
         [*command, "--cache", "160"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
+    few = subprocess.run(
+        [*command, "--cache", "400"], capture_output=True, text=True, env=environment
+    )
+    assert few.returncode == 1 and few.stderr.endswith("the server has ended: no answer came\n")
     gave = [int(line.split("gave ")[1].split()[0]) for line in done.stdout.splitlines()]
     assert len(gave) == 3 and min(gave[1:]) > 100
