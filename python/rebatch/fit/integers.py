@@ -73,11 +73,16 @@ class Integers(TorchDispatchMode):
         if effect.has_indices:
             if not _fills_by_mask(args):
                 args = (args[0], self._without_masks(func, args[1]), *args[2:])
+        elif func.overloadpacket is _aten._coalesce and args[0].is_cuda:
+            return self._coalesced(func, args[0])
         elif effect.has_sizes:
             inputs = [*_tensors((args, kwargs))]
             if any(t.is_cuda for t in inputs):
                 return self._sized(func, inputs, args, kwargs)
         result = func(*args, **kwargs)
+        if _is_sparse(result):
+            self._follow_sparse(result, [t for t in _tensors((args, kwargs)) if _is_sparse(t)])
+            return result
         if effect.reads:
             result = self._as_read(result, args)
         if not effect.is_none:
@@ -130,6 +135,39 @@ class Integers(TorchDispatchMode):
         self._need(func, inputs[:1] if func.overloadpacket is _aten.bincount else inputs)
         values = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         return tree_map(lambda leaf: _on_gpu(leaf, inputs[0].device), values)
+
+    def _coalesced(self, func: Any, sparse: torch.Tensor) -> torch.Tensor:
+        """As many rows as there are different indices."""
+        indices, values = _indices_of(sparse), _aten._values(sparse)
+        self._need(func, [indices])
+        sides = sparse.size()[: indices.size(0)]
+        numbers, places = torch.zeros((), dtype=torch.int64), _on_host(indices)
+        for row, side in zip(places, sides):
+            numbers = numbers * side + row
+        own = torch.stack(torch.unravel_index(torch.unique(numbers), sides))
+        # Meanwhile a GPU has those numbers, their order, and where each begins.
+        meanwhile = [indices.new_empty(indices.size(1)) for _ in range(3)]
+        rows = values.new_empty((own.size(1), *values.shape[1:]))
+        del meanwhile
+        return torch.sparse_coo_tensor(
+            _on_gpu(own, indices.device),
+            rows,
+            sparse.size(),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _follow_sparse(self, result: torch.Tensor, read: list[torch.Tensor]) -> None:
+        """The indices of a sum are those of its parts, one behind the other, and else its own."""
+        indices, parts = _indices_of(result), [_indices_of(sparse) for sparse in read]
+        place = indices.untyped_storage().data_ptr()
+        if not read or any(part.untyped_storage().data_ptr() == place for part in parts):
+            return
+        used = parts if sum(part.size(1) for part in parts) == indices.size(1) else parts[:1]
+        is_known = all(self._is_known(part) for part in parts) and _fill(
+            [indices], [torch.cat([_on_host(part) for part in used], dim=1)]
+        )
+        self._mark(indices, is_known, True)
 
     def _need(self, func: Any, tensors: list[torch.Tensor]) -> None:
         if not all(_is_integer(tensor) and self._is_known(tensor) for tensor in tensors):
@@ -271,6 +309,15 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 def _is_integer(tensor: torch.Tensor) -> bool:
     is_strided = tensor.layout == torch.strided
     return is_strided and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_sparse(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.is_cuda and each.layout == torch.sparse_coo
+
+
+def _indices_of(sparse: torch.Tensor) -> torch.Tensor:
+    indices: torch.Tensor = _aten._indices(sparse)
+    return indices
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:

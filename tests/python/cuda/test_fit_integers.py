@@ -267,3 +267,23 @@ def test_a_collective_runs_once(integers):
         torch.distributed.destroy_process_group()
         integers.__enter__()
     assert counted.names.count("c10d::allgather_") == 1
+
+
+def test_sparse_gradients_have_the_rows_of_their_indices(integers):
+    words = torch.nn.Embedding(50, 8, sparse=True).cuda()
+    first, second = torch.tensor([4, 7, 7, 9]), torch.tensor([[9, 11]])
+    (words(first.cuda()).sum() + words(second.cuda()).sum()).backward()
+    gradient = words.weight.grad
+    assert gradient._nnz() == 6
+    coalesced = gradient.coalesce()
+    assert coalesced.is_coalesced() and coalesced.indices().tolist() == [[4, 7, 9, 11]]
+    assert coalesced.values().shape == (4, 8)
+    torch.optim.SparseAdam([words.weight]).step()
+    assert not integers.read_at
+
+
+def test_sparse_gradients_of_what_a_kernel_chose_are_refused():
+    words = torch.nn.Embedding(50, 8, sparse=True).cuda()
+    words(torch.randn(4, 50, device="cuda").relu_().argmax(1)).sum().backward()
+    with pytest.raises(FitError, match=r"how large the result of coalesce\(\) is"):
+        torch.optim.SparseAdam([words.weight]).step()
