@@ -65,6 +65,33 @@ class Schedule:
         return max(self._value, 0.0)
 
     __call__ = value
+
+
+class State:
+    def __init__(self):
+        self.history = []
+
+
+class Log:
+    def __init__(self):
+        self.state = State()
+
+    def log(self, value):
+        self.state.history.append(value)
+
+
+class Trainer:
+    def __init__(self, optimizer, scheduler):
+        self.state, self._optimizers, self._scheduler = Schedule(), [optimizer], scheduler
+
+    def optimizers(self):
+        return self._optimizers
+
+    def rate(self):
+        return self._scheduler.get_last_lr()[0]
+
+    def is_training(self):
+        return self.state is not None
 """
 
 
@@ -423,6 +450,14 @@ def long_list(model):
     return Program(touch, lambda: counts), "counts"
 
 
+def history_of_an_installed_package(model):
+    """That a method changes in an object that is no more than it keeps."""
+    from kit import Log
+
+    log = Log()
+    return Program(lambda _: log.log(1.0), lambda: log.state.history), "Log.state.history"
+
+
 def two_variables_of_one_name(model):
     def counter(is_counting):
         n = 0
@@ -442,7 +477,12 @@ NAMED = [
     *(object_as_a_hook, cycle, zip_of_ranges, generator_that_hands_on),
     *(meter_of_an_installed_package, attribute_of_an_installed_package),
     *(config_of_an_installed_package, number_shared_with_processes, dict_of_the_user),
-    *(file_that_is_imported_in_the_pass, long_list, two_variables_of_one_name),
+    *(
+        history_of_an_installed_package,
+        file_that_is_imported_in_the_pass,
+        long_list,
+        two_variables_of_one_name,
+    ),
 ]
 
 
@@ -569,6 +609,36 @@ def rate_of_a_scheduler(model):
     return lambda: scheduler.get_last_lr()[0], change
 
 
+def trainer_of(model):
+    from kit import Trainer
+
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    return Trainer(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+
+
+def rate_that_a_trainer_asks(model):
+    trainer = trainer_of(model)
+    return lambda: trainer.rate(), lambda value: setattr(trainer._scheduler, "_last_lr", [value])
+
+
+def rate_of_an_optimizer_of_a_trainer(model):
+    trainer = trainer_of(model)
+    groups = trainer._optimizers[0].param_groups
+    return (
+        lambda: trainer.optimizers()[0].param_groups[0]["lr"],
+        lambda value: groups[0].update(lr=value),
+    )
+
+
+def state_of_a_trainer(model):
+    """What its own method reads is read no deeper, and what the program names is."""
+    trainer = trainer_of(model)
+    return (
+        lambda: trainer.is_training() * trainer.state._value,
+        lambda value: setattr(trainer.state, "_value", value),
+    )
+
+
 class Weight:
     def __init__(self):
         self.value = 1.0
@@ -663,6 +733,7 @@ READ = [
     *(hook_of_a_parameter_that_reads, config_with_getattr, method_of_an_installed_package),
     *(object_that_is_called, rate_of_a_scheduler, object_as_a_number, entry_of_an_object),
     *(attribute_that_is_not_there, what_a_decorator_reads, what_is_cached, file_that_is_imported),
+    *(rate_that_a_trainer_asks, rate_of_an_optimizer_of_a_trainer, state_of_a_trainer),
     *(number_of_c, chain_of_dicts, view_of_a_dict, variable_of_a_context),
     *(namespace_without_names,),
 ]

@@ -38,6 +38,7 @@ _MOST_ENTRIES = 1024  # of a container
 _NUMBERS = ATOMS - {torch.device, torch.dtype}
 # Of accelerate, whose backward() hands it to DeepSpeed alone.
 _NOT_READ = {"sync_gradients"}
+_OF_OPTIMIZERS = {"param_groups", "defaults"}
 # What reads attributes without their names.
 _READ_ALL = frozenset(("vars", "getattr", "__dict__", "asdict"))
 
@@ -50,6 +51,12 @@ def _function_of(member: Any) -> Any:
 def _is_wholly_own(kind: type) -> bool:
     """Of what an installed class keeps, such as a Trainer, much is its own count of steps."""
     return kind in WITH_ATTRIBUTES or all(map(is_of_program, kind.__mro__[:-1]))
+
+
+def _may_be_owner(value: Any, level: int) -> bool:
+    """An optimizer has the rate, however it is reached."""
+    is_near = level <= _LEVELS and not isinstance(value, torch.Tensor)
+    return is_near or isinstance(value, torch.optim.Optimizer)
 
 
 class Named:
@@ -73,8 +80,12 @@ class Named:
             self._follow(function)
         for place in objects:
             self.put(place)
-        for place in attributes:
+        self._look_at_owners()
+        for place in attributes:  # which are no deeper than they are
             self.put(place, _LEVELS + 1)
+        self._look_at_owners()
+
+    def _look_at_owners(self) -> None:
         size = -1
         while size != len(self._names) + len(self.values):  # until nothing new is named
             size = len(self._names) + len(self.values)
@@ -110,7 +121,7 @@ class Named:
         elif isinstance(value, (type, types.ModuleType)):
             if is_of_program(value):
                 self._owners[id(value)] = value.__name__, value, level
-        elif level <= _LEVELS and not isinstance(value, torch.Tensor):
+        elif _may_be_owner(value, level):
             self._owners[id(value)] = name, value, level
             self._look("", type(value), level)
 
@@ -155,6 +166,8 @@ class Named:
         attributes = attributes_of(owner)
         reads_all = not self._names.isdisjoint(_READ_ALL) and _is_wholly_own(type(owner))
         own = getattr(owner, "__dict__", {})
+        if isinstance(owner, torch.optim.Optimizer):  # it has more for each parameter
+            attributes = {key: attributes[key] for key in attributes.keys() & _OF_OPTIMIZERS}
         for key in sorted(attributes if reads_all else self._names & attributes.keys()):
             self.put(Place(f"{name}.{key}", own if key in own else owner, key), level + 1)
 

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from rebatch._user_code import is_own
 from rebatch.torch.graphs.inputs import parts_of
 from rebatch.torch.private import TorchDispatchMode, is_profiling
-from rebatch.torch.undo.contents import ATOMS, MISSING, attributes_of
-from rebatch.torch.undo.places import Place, place_of
+from rebatch.torch.undo.contents import ATOMS, MISSING, attributes_of, is_container
+from rebatch.torch.undo.places import FUNCTIONS, Place, place_of
 
 _MOST = 4096  # pieces of code, each with one object
 _NO_OWNERS = (
@@ -45,6 +45,16 @@ def _owner_of(frame: types.FrameType) -> Any:
         return weakref.ref(owner)
     except TypeError:
         return None
+
+
+def _is_scheduler(owner: Any) -> bool:
+    """Of the learning rate: a Trainer asks it, too."""
+    return owner is not None and isinstance(owner(), torch.optim.lr_scheduler.LRScheduler)
+
+
+def _is_record(value: Any) -> bool:
+    """An object of which nothing else is known."""
+    return not isinstance(value, (*_NO_OWNERS, *FUNCTIONS)) and hasattr(value, "__dict__")
 
 
 class Ran:
@@ -80,15 +90,23 @@ class Ran:
             return
         package = _package_of(frame)
         is_program = is_own(package)
-        if package == "rebatch" or (package in _INNER and not is_own(_package_of(frame.f_back))):
-            return
         owner = _owner_of(frame)
+        is_inner = package in _INNER and not is_own(_package_of(frame.f_back))
+        if package == "rebatch" or (is_inner and not _is_scheduler(owner)):
+            return
         if is_program or owner:
             key = id(code), id(owner() if owner else None)
             self._found.setdefault(key, (code, owner, frame.f_globals if is_program else None))
 
-    def places(self) -> List[Place]:
-        return self.objects + self.attributes
+    def places(self) -> Iterator[Place]:
+        """All that may change: of what is in attributes, numbers, texts and containers too."""
+        yield from self.objects
+        for place in self.attributes:
+            yield place
+            value = place.get()
+            for key, part in vars(value).items() if _is_record(value) else ():
+                if type(part) in ATOMS or is_container(part):
+                    yield Place(f"{place.name}.{key}", vars(value), key)
 
     def end(self, batch: Any) -> "Ran":
         """The pass has succeeded, and what it made is gone, but for its batch."""

@@ -79,7 +79,7 @@ class Marks:
         known: AbstractSet[int],
         apart: AbstractSet[int] = frozenset(),
         roots: Sequence[Tuple[str, Any]] = (),
-        places: Sequence[Place] = (),
+        places: Iterable[Place] = (),
     ):
         self._known, self._apart = known, apart
         self._left = self.most
