@@ -36,7 +36,9 @@ _OVERWRITES = (_aten.copy_, _aten.fill_, _aten.zero_)
 # These bring integers to the host.
 _READS = (_aten._local_scalar_dense, _aten._to_copy, _aten.copy_)
 _LEAST_SQUARES = _aten.linalg_lstsq  # not by contents on a GPU
-# How far another integer is from the one that is read.
+_COUNTS = (_aten.sum, _aten.count_nonzero)
+# How far another integer is at least from the one that is read; a count is as large as it may be,
+# so that no bound of the program's hides it.
 _OTHER = 97
 
 
@@ -51,8 +53,9 @@ class Integers(TorchDispatchMode):
         self.ooms = 0  # operations that failed by one
         self.read_at = ""  # where the program has first read a kernel's integers: file and line
         # By address, storages on the GPU that hold integers of which a kernel would have written
-        # some. As long as one is here, no other has its address.
-        self._unknown: dict[int, Any] = {}
+        # some, and the most that one may be which is a count. As long as one is here, no other has
+        # its address.
+        self._unknown: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -103,9 +106,10 @@ class Integers(TorchDispatchMode):
         self.read_at = self.read_at or _place(frame)
         if not self.reads_others:
             return result
+        other = max(_OTHER, self._most_of(source))
         if not isinstance(result, torch.Tensor):
-            return result + _OTHER
-        return result.logical_not_() if result.dtype == torch.bool else result.add_(_OTHER)
+            return result + other
+        return result.logical_not_() if result.dtype == torch.bool else result.add_(other)
 
     # ---- sizes that contents decide ----
 
@@ -182,6 +186,10 @@ class Integers(TorchDispatchMode):
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata not in self._unknown
 
+    def _most_of(self, tensor: torch.Tensor) -> int:
+        """0: it is no count."""
+        return self._unknown.get(tensor.untyped_storage()._cdata, (None, 0))[1]
+
     def _follow(self, func: Any, effect: _Effect, result: Any, args: Any, kwargs: Any) -> None:
         """Compute the integers that an operation has written, and note whether they are known."""
         if isinstance(result, torch.Tensor) and (
@@ -200,15 +208,22 @@ class Integers(TorchDispatchMode):
             with contextlib.suppress(Exception):  # what the host lacks
                 is_computed = _compute(func, effect, written, args, kwargs)
         is_known = is_computed and have_values and all(map(self._is_known, read))
+        counted = [tensor for tensor in read if _is_integer(tensor)]
+        most = max(map(self._most_of, counted), default=0)
+        if func.overloadpacket in _COUNTS and counted:
+            most = counted[0].numel() // max(written[0].numel(), 1)
         for tensor in written:
-            self._mark(tensor, is_known, effect.overwrites)
+            self._mark(tensor, is_known, effect.overwrites, most)
 
-    def _mark(self, tensor: torch.Tensor, is_known: bool, is_overwritten: bool) -> None:
+    def _mark(
+        self, tensor: torch.Tensor, is_known: bool, is_overwritten: bool, most: int = 0
+    ) -> None:
         storage = tensor.untyped_storage()
         if not is_known:
             if len(self._unknown) % 1024 == 1023:
-                self._unknown = {k: ref for k, ref in self._unknown.items() if not ref.expired()}
-            self._unknown[storage._cdata] = StorageWeakRef(storage)
+                old = self._unknown.items()
+                self._unknown = {k: each for k, each in old if not each[0].expired()}
+            self._unknown[storage._cdata] = (StorageWeakRef(storage), most)
         elif is_overwritten and tensor.numel() * tensor.itemsize == storage.nbytes():
             self._unknown.pop(storage._cdata, None)
 

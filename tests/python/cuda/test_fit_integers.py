@@ -287,3 +287,13 @@ def test_sparse_gradients_of_what_a_kernel_chose_are_refused():
     words(torch.randn(4, 50, device="cuda").relu_().argmax(1)).sum().backward()
     with pytest.raises(FitError, match=r"how large the result of coalesce\(\) is"):
         torch.optim.SparseAdam([words.weight]).step()
+
+
+def test_another_count_is_as_large_as_it_may_be():
+    with Integers(reads_others=True):
+        losses = torch.randn(10, 100, device="cuda")
+        hard = losses > 0.7
+        assert int(hard.sum()) == 1000 == int(hard.count_nonzero())
+        assert int(hard.sum().clamp(min=3).mul(2)) >= 1000
+        assert hard.sum(1).tolist() == [100] * 10
+        assert int(hard.sum(0)[3]) == 97
