@@ -7,6 +7,7 @@ import sys
 import pytest
 from fitted import MODEL, STEP, fit, found, on_standin, trains_plainly
 
+MIB = 1 << 20
 FOREIGN = pathlib.Path(__file__).parents[2] / "bench" / "foreign"
 
 # Programs without a Step, which train for so long that only an end in their midst passes.
@@ -360,3 +361,30 @@ def test_loader_of_whole_batches_has_their_samples(program):
     assert (
         row["micro"] > 100 and "16 in the program, of the tensors that its loader" in row["remark"]
     )
+
+
+# Whether it goes on is what gradients decide, and kernels would compute these.
+CLOSURE = """
+samples = [tensor.cuda() for tensor in batch(int(sys.argv[1]))]
+lbfgs = torch.optim.LBFGS(model.parameters(), history_size=7)
+
+
+def closure():
+    lbfgs.zero_grad()
+    loss = loss_fn(model, samples)
+    loss.backward()
+    return loss
+
+
+for _ in range(1_000_000):
+    lbfgs.step(closure)
+"""
+
+
+@on_standin
+def test_history_that_gradients_would_fill_is_told(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [row] = found(*options, program(MODEL, CLOSURE), "16")
+    megabytes = 2 * 7 * 4 * (64 * 32768 + 32768 + 32768 * 16 + 16) / MIB
+    assert row["micro"] > 100
+    assert f"its history, of up to {megabytes:.1f} MiB, does not count" in row["remark"]

@@ -195,6 +195,7 @@ class Watch:
         else:
             rows = [search.row_of_own(room) for room in rooms]
             remark = _FIXED.format(remark.removeprefix("rebatch: "))
+        remark = " ".join(filter(None, [remark, _of_histories()]))
         return answer_of(rows, outside, is_installed() or request["installs"], remark)
 
     def begin(
@@ -220,6 +221,10 @@ class Watch:
 
 _UNKNOWN = "the tensors of a batch have no first dimension in common, and count as 1 sample"
 _VARIED = "A sample is one of the first dimension, {} in the program, of the tensors that its {}."
+_HISTORY = (
+    "LBFGS ends its iterations where gradients are 0, as all are here: its history, of up to "
+    "{:.1f} MiB, does not count."
+)
 _FIXED = (
     "The size of the batch could not be varied, so the peak is that of the program's own batch: "
     "{}. Where the program takes the size from an argument, say --batch N and {{batch}} in its "
@@ -238,6 +243,16 @@ def _line_of(loop: _Loop, search: Search) -> Tuple[Optional[Line], str]:
             continue
         return (line, "") if line.each > 0 else (None, "the peak does not grow with it")
     return None, said
+
+
+def _of_histories() -> str:
+    """What is said of an optimizer that goes on by its gradients."""
+    size = sum(
+        2 * group["history_size"] * sum(p.nbytes for p in group["params"] if p.is_cuda)
+        for optimizer in live(torch.optim.LBFGS)
+        for group in optimizer.param_groups
+    )
+    return _HISTORY.format(size / 2**20) if size else ""
 
 
 def _raise(error: FitError) -> NoReturn:
