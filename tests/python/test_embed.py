@@ -643,6 +643,22 @@ def test_passes_whose_rows_differ_are_told():
         assert not told(embed, silent, Pair(0.3).double())
 
 
+def test_rounding_to_16_bits_in_one_pass_is_told_nothing():
+    """As a compiler rounds, which makes another kernel for each."""
+
+    def rounded(model, samples):
+        with torch.autocast("cpu", torch.bfloat16):
+            left, right = embed(model, samples)
+        exact = embed(model, samples)[0]
+        return (left.float() if torch.is_grad_enabled() else exact), right.float()
+
+    backward = backward_of(Pair(), rounded, clip, micro_start=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            backward(batch_of(dtype=torch.float32))
+
+
 class NormedLoss(Pair):
     """As in Barlow Twins."""
 

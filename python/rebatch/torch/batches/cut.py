@@ -8,6 +8,7 @@ import functools
 import operator
 import sys
 import types
+from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Set, Tuple
 
@@ -247,13 +248,11 @@ def _has_shared(value: Any, is_shared: Callable[[Any], bool]) -> bool:
 
 def shallow(value: Any) -> Any:
     """The same tensors in containers of its own, which a loss_fn may take them out of."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return with_entries(value, {k: shallow(v) for k, v in value.items()})
-    if hasattr(value, "_fields"):
-        return type(value)(*map(shallow, value))
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple, Batches):
         return type(value)(map(shallow, value))
-    return copy.copy(value) if _is_record(value) else value
+    return copy.copy(value) if isinstance(value, UserDict) or _is_record(value) else value
 
 
 class Batches(List[Any]):

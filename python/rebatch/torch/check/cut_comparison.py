@@ -29,7 +29,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.rounding import SIXTEEN_BITS, computes_in_16_bits, floors
+from rebatch.torch.check.rounding import floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
 from rebatch.torch.private import tree_map_only
@@ -48,6 +48,7 @@ _MOST_FAILURES = 2
 _SAMPLED = 1 << 14
 # Losses closer to 0 are compared as if they were this large.
 _TELLING = 0.1
+_16_BIT = (torch.float16, torch.bfloat16)
 # What calls a Step for the user, beside this package.
 _NOT_THE_USERS = {
     "rebatch", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers",
@@ -331,7 +332,8 @@ class _Comparison:
         self._ran = Ran(found)
         self.sequences = Sequences(self.named)
         self._has_rnn = any(isinstance(m, torch.nn.RNNBase) for m in root.modules())
-        self.is_16_bit = computes_in_16_bits(self.program)
+        self.is_16_bit = self.program.autocast is not None
+        self.is_16_bit |= any(p.dtype in _16_BIT for p in self.program.update.parameters)
         self.has_drawn = self.has_drawn_elsewhere = False  # by PyTorch; by NumPy or Python
         self.rounding = 0.0  # of what losses are made of
         self.ran = 0  # samples of the step's batch
@@ -423,7 +425,7 @@ class _Comparison:
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept instead. A result that the backward pass does not come to, such as one that
         is logged, would otherwise hold the node that keeps it, for ever."""
-        self.is_16_bit |= tensor.dtype in SIXTEEN_BITS
+        self.is_16_bit |= tensor.dtype in _16_BIT
         return tensor.detach()
 
     def _gradients_of(self, loss: torch.Tensor) -> torch.Tensor:

@@ -6,22 +6,13 @@ from typing import Any
 
 import torch
 
-from rebatch.torch.program.program import Program
-
 # Relative differences of gradients, and of losses, that are no more than rounding, by what is
 # computed in: the floors of what is measured. TF32 has 11 bits, bfloat16 has 8.
 _FLOORS = {"fp32": (1e-3, 1e-4), "tf32": (1e-2, 2e-3), "16 bits": (3e-2, 4e-3)}
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 # What is measured raises them by no more than this.
 _MOST = 10
 # With these other random numbers are drawn, where draws could not be fixed.
 SEEDS = (7, 8)
-
-
-def computes_in_16_bits(program: Program) -> bool:
-    """As far as its parameters and autocast tell."""
-    parameters = program.update.parameters
-    return program.autocast is not None or any(p.dtype in SIXTEEN_BITS for p in parameters)
 
 
 def floors(is_16_bit: bool, device: torch.device) -> tuple[Any, ...]:

@@ -8,8 +8,7 @@ from typing import List, Optional, Tuple
 
 import torch
 
-from rebatch.torch.check.rounding import computes_in_16_bits, floors
-from rebatch.torch.program.program import Program
+from rebatch.torch.check.rounding import floors
 
 _LOOKS = 3  # at batches that are cut
 
@@ -17,8 +16,7 @@ _LOOKS = 3  # at batches that are cut
 class TwoPasses:
     """Of one training."""
 
-    def __init__(self, program: Program, is_done: bool):
-        self._program = program
+    def __init__(self, is_done: bool):
         self._looks = 0 if is_done else _LOOKS
         self.begin()
 
@@ -41,9 +39,9 @@ class TwoPasses:
         if self._squares is None:
             return ""
         difference, norm = map(math.sqrt, self._squares.tolist())  # which takes no memory
+        floor, _ = floors(True, self._squares.device)  # as embed may compute in 16 bits
         self.begin()
         self._looks -= 1
-        floor, _ = floors(computes_in_16_bits(self._program), self._program.device)
         if not difference > floor * norm:  # nor where one is no finite number
             return ""
         self._looks = 0

@@ -90,8 +90,8 @@ class Callbacks:
             from rebatch.torch.ranks.gathering import Gathering
 
             gathering = Gathering(self._ranks)
-        passes = TwoPasses(self._running.program, self.cuts.is_done)
-        return WholeLoss(self._running, gathering, weakly(self._put_back_pass), passes)
+        put_back, passes = weakly(self._put_back_pass), TwoPasses(self.cuts.is_done)
+        return WholeLoss(self._running, gathering, put_back, passes)
 
     def _make_ops(self) -> c.StepOps:
         program, gone = self._running.program, c.Status.E_USER
