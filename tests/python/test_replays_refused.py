@@ -206,6 +206,17 @@ def test_gradient_checkpointing_that_cannot_be_captured_is_told(recorder):  # no
     assert set(run.replayed) == {0}
 
 
+def test_random_numbers_of_a_generator_that_the_step_does_not_know_are_told(recorder):  # noqa: F811
+    if models.DEVICE.type != "cpu":
+        pytest.skip("the recorder of a CPU fails on request")
+    text = "Attempt to increase offset for a CUDA generator not in capture mode."
+    recorder.append(RuntimeError(text))
+    run = Run("mlp", True)
+    (said,) = told(run)
+    assert "expected it in generators=" in said and "item()" not in said
+    assert set(run.replayed) == {0}
+
+
 @pytest.fixture
 def graphs_of_a_compiler(monkeypatch):
     """Those of torch.compile, which a CPU has not."""

@@ -103,6 +103,27 @@ def test_a_generator_without_an_index_draws_on_each_device():
     assert said(run(script)) == "[0, 2]\n"
 
 
+@pytest.mark.parametrize("given, names", (("", "['own']"), ("generators=[own]", "[]")))
+def test_a_generator_on_the_gpu_is_to_be_given(given, names):
+    """A replay moves it on, and so do the passes that prove a graph, which put back what is."""
+    script = (
+        "import rebatch.torch as rebatch\n"
+        "from rebatch.torch.graphs.changes import Changes\n"
+        "model, own = torch.nn.Linear(4, 4).cuda(), torch.Generator('cuda')\n"
+        "def loss_fn(model, x):\n"
+        "    return model(x + torch.rand(4, generator=own, device='cuda')).mean()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        f"step = rebatch.Step(model, optimizer, loss_fn, {given})\n"
+        "changes = Changes(step._training.running)\n"
+        "for _ in range(4):\n"
+        "    changes.before(list(model.parameters()))\n"
+        "    loss_fn(model, torch.ones(2, 4, device='cuda')).backward()\n"
+        "    changes.after()\n"
+        "print(changes.names())\n"
+    )
+    assert said(run(script)) == f"{names}\n"
+
+
 # The stand-in captures what waits, too.
 END = (
     "import ctypes\n"

@@ -46,6 +46,7 @@ class _Marks(Marks):
         # What it holds keeps its address while this is there.
         self._held: List[Any] = []
         self._device = program.device.type
+        self._of_graphs = {id(g) for g in program.generators if _is_on_device(g)}
         self._on_device: Dict[int, Tuple[str, torch.Tensor]] = {}
         functions = [*program.functions_of_a_pass(), *ran.functions]
         known = program.handled() - looked_at
@@ -65,8 +66,8 @@ class _Marks(Marks):
 
     def look_into(self, name: str, value: Any, is_part: bool) -> None:
         self._held.append(value)
-        if isinstance(value, torch.Generator) and value.device.type != "cpu":
-            return  # a graph has it
+        if id(value) in self._of_graphs:
+            return
         if isinstance(value, torch.Tensor) and not self._is_on_host(value):
             self._on_device[id(value)] = name, value
         super().look_into(name, value, is_part)
@@ -86,6 +87,10 @@ class _Marks(Marks):
 
     def note_gradient(self, name: str, tensor: torch.Tensor) -> None:
         """A pass leaves them, and so does a replay."""
+
+
+def _is_on_device(generator: Any) -> bool:
+    return isinstance(generator, torch.Generator) and generator.device.type != "cpu"
 
 
 def _is_on_cpu(mark: Any) -> bool:
@@ -195,5 +200,5 @@ class Changes:
     def expected(self) -> str:
         """What a program may have instead."""
         if self._generators.issuperset(self._names):
-            return "random numbers of a generator on the GPU"
+            return "random numbers of a generator on the GPU, its own or one in generators="
         return "a tensor on the GPU that changes in place, or a value returned with the loss"

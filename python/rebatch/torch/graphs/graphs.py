@@ -50,6 +50,7 @@ _WAIT, _LONGEST_WAIT = 4, 512
 _MOST_OOMS = 4
 # In what a capture raises before PyTorch 2.10.
 _READS_GENERATOR = "CUDAGeneratorImpl::current_seed"
+_DRAWS_UNKNOWN = "for a CUDA generator not in capture mode"
 # And where it comes to a node of autograd that belongs to the default stream.
 _WAITS_FOR_DEFAULT = "would make the legacy stream depend on a capturing"
 
@@ -398,6 +399,11 @@ class Graphs:
                     "the state of a random generator is read, as in gradient checkpointing, and "
                     f"PyTorch is {torch.__version__}: expected 2.10 or later, or "
                     "preserve_rng_state=False where nothing random is recomputed"
+                )
+            elif _DRAWS_UNKNOWN in text:
+                text = (
+                    "random numbers are drawn from a generator on the GPU that the Step does not "
+                    "know: expected it in generators="
                 )
             elif _WAITS_FOR_DEFAULT in text:
                 text = (
