@@ -16,8 +16,18 @@
 
 static void run_in_turn(void *user);
 
+/* What the training tells, in its thread. */
+struct told {
+    atomic_uint_fast64_t turned_ns; /* when a step or map began or ended last; 0: none has */
+    atomic_uint_fast64_t needs;     /* 0: not known */
+    atomic_uint_fast64_t steps, samples, micro, short_permille;
+    atomic_uint_fast64_t period_ns; /* of a step, on average */
+    uint64_t ended_ns;              /* the last one */
+};
+
 static struct {
     _Atomic(rebatch_pool *) pool; /* NULL: there is no socket */
+    const rebatch_pool *lifted;   /* which calls lift_outside() */
     struct rbi_socket socket;
     char command[128];
 
@@ -41,13 +51,8 @@ static struct {
     atomic_bool wakes;        /* it has not answered yet */
     struct rbi_client wanted; /* by whom */
 
-    /* what the training tells, in its thread */
-    _Atomic(rebatch *) rb;          /* whose step or map runs, NULL: none */
-    atomic_uint_fast64_t turned_ns; /* when one began or ended last; 0: none has */
-    atomic_uint_fast64_t needs;     /* 0: not known */
-    atomic_uint_fast64_t steps, samples, micro, short_permille;
-    atomic_uint_fast64_t period_ns; /* of a step, on average */
-    uint64_t ended_ns;              /* the last one */
+    _Atomic(rebatch *) rb; /* whose step or map runs, NULL: none */
+    struct told told;
 } yield = {.socket = {.fd = -1},
            .lock = PTHREAD_MUTEX_INITIALIZER,
            .task = {run_in_turn, NULL},
@@ -59,17 +64,18 @@ static struct {
 static void note_step(const rebatch *rb)
 {
     const rebatch_step_report *const report = rbi_session_report(rb);
-    const uint64_t now = rbi_now_ns(), took = now - yield.ended_ns, before = yield.period_ns;
+    const uint64_t now = rbi_now_ns(), took = now - yield.told.ended_ns,
+                   before = yield.told.period_ns;
     if (report->micro == 0)
         return;
-    if (yield.ended_ns)
-        yield.period_ns = before ? (7 * before + took) / 8 : took;
-    yield.ended_ns = now;
-    yield.needs = rbi_session_needs(rb);
-    yield.samples = rbi_session_batch(rb);
-    yield.micro = report->micro;
-    yield.short_permille = (uint64_t)(rebatch_short_of_memory(rb) * 1000 + .5);
-    yield.steps++;
+    if (yield.told.ended_ns)
+        yield.told.period_ns = before ? (7 * before + took) / 8 : took;
+    yield.told.ended_ns = now;
+    yield.told.needs = rbi_session_needs(rb);
+    yield.told.samples = rbi_session_batch(rb);
+    yield.told.micro = report->micro;
+    yield.told.short_permille = (uint64_t)(rebatch_short_of_memory(rb) * 1000 + .5);
+    yield.told.steps++;
 }
 
 /* Whether the pool has the bound that was asked for: a wake by the program ends it too. */
@@ -90,10 +96,10 @@ static void set_bound(uint64_t bytes)
 static void set_bound_in_turn(void)
 {
     if (yield.rb)
-        yield.needs = rbi_max(rbi_session_needs(yield.rb), yield.needs);
+        yield.told.needs = rbi_max(rbi_session_needs(yield.rb), yield.told.needs);
     const uint64_t target = yield.asking && !yield.sleeps ? yield.target : NONE;
     const uint64_t before = rbi_pool_look(yield.pool).given_bytes;
-    const uint64_t most = rbi_max(yield.needs, rbi_min(target, yield.waiting));
+    const uint64_t most = rbi_max(yield.told.needs, rbi_min(target, yield.waiting));
     if (most < before)
         set_bound(most);
 }
@@ -143,7 +149,7 @@ static void on_turn(rebatch *rb, enum rbi_turn turn)
         return;
     }
     yield.rb = turn == RBI_TURN_BEGINS ? rb : NULL;
-    yield.turned_ns = rbi_now_ns();
+    yield.told.turned_ns = rbi_now_ns();
     if (turn == RBI_TURN_ENDS)
         note_step(rb);
 }
@@ -159,6 +165,18 @@ static bool lift(rebatch *rb, uint64_t missing_bytes)
     return may;
 }
 
+/* And before an allocation outside of steps fails for want of it, which no micro-batch could make
+ * smaller. A pressure callback of the pool. */
+static size_t lift_outside(size_t wanted_bytes, void *pool)
+{
+    (void)pthread_mutex_lock(&yield.lock);
+    const bool may = pool == yield.pool && !yield.rb && holds_bound();
+    if (may)
+        set_bound(yield.bound + wanted_bytes + rbi_pool_look(pool).page_bytes);
+    (void)pthread_mutex_unlock(&yield.lock);
+    return may ? wanted_bytes : 0;
+}
+
 /* ---- answers ---- */
 
 /* "; holds 8.00 GiB, a step needs at least 5.20 GiB" */
@@ -166,16 +184,17 @@ static void end_with_held(struct rbi_client *client, struct rbi_text *t)
 {
     rbi_text_add(t, "; holds ");
     rbi_text_add_bytes(t, rbi_pool_look(yield.pool).reserved_bytes);
-    rbi_text_add(t, yield.needs ? ", a step needs at least " : ", what a step needs is not known");
-    if (yield.needs)
-        rbi_text_add_bytes(t, yield.needs);
+    rbi_text_add(t, yield.told.needs ? ", a step needs at least "
+                                     : ", what a step needs is not known");
+    if (yield.told.needs)
+        rbi_text_add_bytes(t, yield.told.needs);
     rbi_client_end(client, t);
 }
 
 /* No step runs, and none has for a while. */
 static bool has_stopped(uint64_t since_ns, uint64_t now)
 {
-    return !yield.rb && now - rbi_max(yield.turned_ns, since_ns) > STEP_NS;
+    return !yield.rb && now - rbi_max(yield.told.turned_ns, since_ns) > STEP_NS;
 }
 
 /* A number of JSON with three places, whatever the locale. */
@@ -199,19 +218,19 @@ static void say_status(struct rbi_client *client)
     const bool sleeps = rbi_pool_sleeps(yield.pool);
     const bool trains = !sleeps && !has_stopped(0, rbi_now_ns());
     const char *const state = sleeps ? "asleep" : trains ? "training" : "not in a step";
-    const uint64_t period = yield.period_ns;
+    const uint64_t period = yield.told.period_ns;
     const uint64_t per_second = trains && period ? UINT64_C(1000000000000) / period : 0;
     rbi_text_add(&t, "{\"pid\": %d, \"command\": ", (int)getpid());
     rbi_text_add_json(&t, yield.command);
     rbi_text_add(&t, ", \"state\": \"%s\", \"held_bytes\": %" PRIu64 ", \"live_bytes\": %" PRIu64,
                  state, pool.reserved_bytes, pool.live_bytes);
-    add_known(&t, "needs_bytes", yield.needs);
+    add_known(&t, "needs_bytes", yield.told.needs);
     add_known(&t, "bound_bytes", pool.given_bytes == SIZE_MAX ? 0 : pool.given_bytes);
-    rbi_text_add(&t, ", \"steps\": %" PRIu64 ", \"micro\": %" PRIu64, (uint64_t)yield.steps,
-                 (uint64_t)yield.micro);
+    rbi_text_add(&t, ", \"steps\": %" PRIu64 ", \"micro\": %" PRIu64, (uint64_t)yield.told.steps,
+                 (uint64_t)yield.told.micro);
     add_thousandths(&t, "steps_per_second", per_second);
-    add_thousandths(&t, "samples_per_second", per_second * yield.samples);
-    add_thousandths(&t, "short_of_memory", yield.short_permille);
+    add_thousandths(&t, "samples_per_second", per_second * yield.told.samples);
+    add_thousandths(&t, "short_of_memory", yield.told.short_permille);
     rbi_text_add(&t, "}");
     rbi_client_end(client, &t);
 }
@@ -229,12 +248,12 @@ static void say_given(void)
                                          : now - rbi_max(yield.ran_ns, yield.asked_ns) > STEP_NS;
     const uint64_t bound = holds_bound() ? yield.bound : 0;
     const bool is_done = !yield.is_posted && held <= rbi_max(bound, yield.target);
-    if (!is_done && !is_late && yield.turned_ns)
+    if (!is_done && !is_late && yield.told.turned_ns)
         return;
     rbi_text_add(&t, "%s: gave ", held <= yield.target ? "ok" : "partly");
     rbi_text_add_bytes(&t, yield.held_before - rbi_min(yield.held_before, held));
     rbi_text_add(&t, " after %" PRIu64 " ms", (now - yield.asked_ns) / 1000000);
-    if (yield.is_posted || !yield.turned_ns)
+    if (yield.is_posted || !yield.told.turned_ns)
         rbi_text_add(&t, ", not in a step%s", yield.is_posted ? ": the next one is bounded" : "");
     if (yield.is_posted)
         yield.waiting = rbi_min(yield.waiting, yield.target);
@@ -250,7 +269,7 @@ static void ask_training(struct rbi_client *client, bool sleeps)
     yield.sleeps = sleeps;
     yield.has_slept = false;
     yield.complaint[0] = '\0';
-    if (yield.turned_ns && !yield.is_posted)
+    if (yield.told.turned_ns && !yield.is_posted)
         yield.is_posted = rbi_pool_post_task(yield.pool, &yield.task);
 }
 
@@ -468,6 +487,8 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     if (yield.pool && (holds_bound() || (yield.has_slept && rbi_pool_sleeps(yield.pool))))
         (void)!rebatch_pool_wake(yield.pool); /* nobody could ask for it any more */
     stop();
+    const bool is_lifted = yield.lifted == pool;
+    yield.lifted = pool; /* NULL: another may come to lie where it was */
     if (!pool)
         return REBATCH_OK;
     (void)pthread_once(&once, register_once);
@@ -478,13 +499,11 @@ rebatch_status rebatch_yield_to(rebatch_pool *pool, const char *path)
     yield.pool = pool;
     yield.rb = NULL;
     yield.has_slept = false;
-    yield.bound = yield.ended_ns = 0;
-    atomic_uint_fast64_t *const figures[] = {
-        &yield.needs, &yield.turned_ns,      &yield.steps,    &yield.samples,
-        &yield.micro, &yield.short_permille, &yield.period_ns};
-    for (size_t i = 0; i < sizeof figures / sizeof *figures; i++)
-        *figures[i] = 0;
+    yield.bound = 0;
+    yield.told = (struct told){0};
     status = rbi_clients_begin(&yield.socket, &answerer);
+    if (!is_lifted)
+        (void)rebatch_pool_add_pressure(pool, lift_outside, pool);
     if (status)
         stop();
     else

@@ -188,6 +188,7 @@ bool rbi_pool_sleeps(const rebatch_pool *pool);
 struct rbi_pool_look {
     uint64_t reserved_bytes, live_bytes;
     uint64_t given_bytes; /* the bound of rebatch_pool_give(); SIZE_MAX: there is none */
+    size_t page_bytes;
 };
 /* Does not wait for a sleep or a wake that runs: it is told of as it was before that. */
 struct rbi_pool_look rbi_pool_look(rebatch_pool *pool);

@@ -82,7 +82,7 @@ static void set_asleep(rebatch_pool *pool, bool is_asleep)
 static struct rbi_pool_look look(const rebatch_pool *pool)
 {
     return (struct rbi_pool_look){rbi_vm_bytes(&pool->vm), pool->stats.live_bytes,
-                                  pool->given_bytes};
+                                  pool->given_bytes, pool->page_bytes};
 }
 
 static void begin(rebatch_pool *pool)
@@ -109,7 +109,7 @@ struct rbi_pool_look rbi_pool_look(rebatch_pool *pool)
     while (!rbi_lock_try(&pool->lock)) {
         if (pool->sleep.is_at_work)
             return (struct rbi_pool_look){pool->sleep.reserved_bytes, pool->sleep.live_bytes,
-                                          pool->sleep.given_bytes};
+                                          pool->sleep.given_bytes, pool->page_bytes};
         (void)usleep(100);
     }
     const struct rbi_pool_look found = look(pool);

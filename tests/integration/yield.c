@@ -354,6 +354,24 @@ Test(yield, a_wake_by_the_program_ends_what_was_asked)
     HAS(text, "ok: ");
 }
 
+Test(yield, what_was_given_comes_back_for_an_allocation_outside_of_steps)
+{
+    char text[512];
+    void *evaluated;
+    OPEN(rig, rig, path);
+    rig_train(&rig);
+    ASK(text, "give to 20MiB");
+    HAS(text, "ok: ");
+    rig_stop(&rig);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    OK(rebatch_pool_alloc(&evaluated, pool, MIB(30) + 1, NULL, 0));
+    OK(rebatch_pool_free(pool, evaluated));
+    ASK(text, "status");
+    cr_expect_lt(number_in(text, "bound_bytes"), WEIGHTS + MIB(48));
+    OK(rebatch_pool_give(pool, MIB(20), NULL)); /* the program's own */
+    cr_expect_eq(rebatch_pool_alloc(&evaluated, pool, MIB(30), NULL, 0), REBATCH_OOM);
+}
+
 Test(yield, a_bound_of_the_program_is_not_raised)
 {
     char text[512];
