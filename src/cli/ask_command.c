@@ -36,15 +36,8 @@ static const char top_help[] =
     "  --json           an array of what they answer to `rebatch ask PID status`\n"
     "exit status: 0 the list is printed, 2 wrong usage\n";
 
-int rbi_ask_help(int count, char **arguments)
-{
-    return rbi_command_print_help(ask_help, "help ask", count, arguments);
-}
-
-int rbi_top_help(int count, char **arguments)
-{
-    return rbi_command_print_help(top_help, "help top", count, arguments);
-}
+RBI_COMMAND_HELP(ask, ask_help)
+RBI_COMMAND_HELP(top, top_help)
 
 /* The words of a request as one line. */
 static bool join(char *line, size_t size, int count, char **words)

@@ -23,6 +23,12 @@ bool rbi_command_is_help(const char *argument);
 int rbi_command_refuse(const char *usage);
 /* Prints a help, which has no arguments; `usage` is what is said of others. An exit status. */
 int rbi_command_print_help(const char *text, const char *usage, int count, char **arguments);
+/* Makes the function that does it for a command. */
+#define RBI_COMMAND_HELP(name, text)                                                               \
+    int rbi_##name##_help(int count, char **arguments)                                             \
+    {                                                                                              \
+        return rbi_command_print_help(text, "help " #name, count, arguments);                      \
+    }
 
 /* Says which option getopt_long() did not take: ':' is one without its value. Long options have
  * values below ' '. `command` is whose

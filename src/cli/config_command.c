@@ -116,10 +116,7 @@ static int config_example(int count, char **arguments)
     return RBI_EXIT_OK;
 }
 
-int rbi_config_help(int count, char **arguments)
-{
-    return rbi_command_print_help(config_help, "help config", count, arguments);
-}
+RBI_COMMAND_HELP(config, config_help)
 
 /* Takes "--" out of what follows a command; false when help is asked for, or an option that there
  * is not. Then *code is what to exit with. */

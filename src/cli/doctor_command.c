@@ -15,10 +15,7 @@ static const char help[] =
     "REBATCH_* and CUDA_VISIBLE_DEVICES.\n"
     "exit status: 0 a training could use a GPU, 1 it could not, 2 wrong usage\n";
 
-int rbi_doctor_help(int count, char **arguments)
-{
-    return rbi_command_print_help(help, "help doctor", count, arguments);
-}
+RBI_COMMAND_HELP(doctor, help)
 
 int rbi_doctor_main(int count, char **arguments)
 {

@@ -38,10 +38,7 @@ static const char help[] =
     "exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits,\n"
     "126 PROGRAM is not executable, 127 PROGRAM does not exist\n";
 
-int rbi_fit_help(int count, char **arguments)
-{
-    return rbi_command_print_help(help, "help fit", count, arguments);
-}
+RBI_COMMAND_HELP(fit, help)
 
 /* That of the program, where it is a Python: its PyTorch is the one that counts. */
 static char *python_of(int count, char **arguments)

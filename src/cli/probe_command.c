@@ -25,10 +25,7 @@ static const char help[] =
     "exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits,\n"
     "126 PROGRAM is not executable, 127 PROGRAM does not exist\n";
 
-int rbi_probe_help(int count, char **arguments)
-{
-    return rbi_command_print_help(help, "help probe", count, arguments);
-}
+RBI_COMMAND_HELP(probe, help)
 
 /* ---- options ---- */
 

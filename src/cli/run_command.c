@@ -53,10 +53,7 @@ static const char help[] =
     "--oom-chance failed no request, 2 wrong usage, 126 PROGRAM is not executable,\n"
     "127 PROGRAM does not exist. With --check: 0 no mistakes, 3 nothing fits, 4 mistakes\n";
 
-int rbi_run_help(int count, char **arguments)
-{
-    return rbi_command_print_help(help, "help run", count, arguments);
-}
+RBI_COMMAND_HELP(run, help)
 
 /* ---- options ---- */
 
