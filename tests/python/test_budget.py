@@ -359,6 +359,19 @@ def test_without_figures_a_resumed_one_stays_at_the_largest_that_ran():
             pass
 
 
+def test_a_backward_that_the_budget_does_not_know_is_named(device):
+    model = small()
+    backward = rebatch.Backward(model, mean_square, log_level="quiet")
+    budget = rebatch.Budget(model, start=16)
+    said = r"which 'backward' has recovered from.*: expected Budget\(backward, optimizer\)"
+    with pytest.warns(RuntimeWarning, match=said) as caught:
+        for _ in range(3):
+            with budget.measure(16):
+                backward(torch.randn(16, 4))
+                device.ooms += 1
+    assert len(caught) == 1 and budget.tokens == 16
+
+
 def test_a_block_without_a_call_of_the_backward_is_not_that_of_the_call_before():
     model = small()
     backward = rebatch.Backward(model, mean_square, log_level="quiet")

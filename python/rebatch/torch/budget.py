@@ -64,6 +64,13 @@ def _end_of(number: int) -> float:
     return float(2.0 ** (_LOW + number / _IN_OCTAVE))
 
 
+def _name_of_backward(frame: types.FrameType) -> str:
+    """Of one that the code of a frame names; "": of none."""
+    code, known = frame.f_code, {**frame.f_globals, **frame.f_locals}
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return next((name for name in names if isinstance(known.get(name), Backward)), "")
+
+
 class Tokens:
     """The budget as a sampler reads it, which may be in another process: what a Budget becomes
     when it is pickled for a worker of a DataLoader. It has the values of the Budget at any time."""
@@ -150,7 +157,7 @@ class Budget(Tokens):
         self._seen_bytes = 0  # that were available when all classes were looked at
         self._in_pieces = 0  # bytes that were free when a request failed for which they are enough
         self._agrees = self._accumulates = False
-        self._told: Set[str] = set()  # lines that keep an OOM to themselves
+        self._told: Set[str] = set()  # of blocks that keep an OOM to themselves
         self._bare = 0  # blocks in a row that began without gradients
         self.microbatches = self.ooms = 0
         self._publish()
@@ -293,17 +300,26 @@ class Budget(Tokens):
         """Allocations have failed in the block that ends in that frame, and nothing was raised. It
         has failed where the program takes that, and tells nothing where PyTorch has coped with
         it."""
+        times = f"rebatch: PyTorch ran out of memory {number} time{'s' * (number > 1)} in a block "
         line = swallowing_line_of_block(frame)
-        if line and line not in self._told:
-            self._told.add(line)
-            warnings.warn(
-                f"rebatch: PyTorch ran out of memory {number} time{'s' * (number > 1)} in a block "
-                "of measure(), which kept that to itself: the budget falls, and what the block has "
-                f"changed stays: remove the handler at {line}, and put a `try` around the `with`",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
+        if line:
+            self._warn_once(
+                f"{times}of measure(), which kept that to itself: the budget falls, and what the "
+                f"block has changed stays: remove the handler at {line}, and put a `try` around "
+                "the `with`"
+            )
+        elif name := _name_of_backward(frame):
+            self._warn_once(
+                f"{times}of measure(), which {name!r} has recovered from, and the Budget was made "
+                f"with the model: expected Budget({name}, optimizer), whose budget then falls"
             )
         return int(c.Status.OOM) if line else None
+
+    def _warn_once(self, said: str) -> None:
+        kind = said.split(" in a block ")[1]
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(said, RuntimeWarning, stacklevel=user_stacklevel())
 
     def _learn(self, block: Measure, needed: int, asked: int, result: Optional[int]) -> None:
         """A block has ended. Its result is None where it tells nothing of its cost."""
