@@ -388,33 +388,3 @@ def test_history_that_gradients_would_fill_is_told(program):
     megabytes = 2 * 7 * 4 * (64 * 32768 + 32768 + 32768 * 16 + 16) / MIB
     assert row["micro"] > 100
     assert f"its history, of up to {megabytes:.1f} MiB, does not count" in row["remark"]
-
-
-# Positions and a temperature are the same for all samples.
-SHARED = """
-class Shifted(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = model
-
-    def forward(self, inputs, positions, temperature):
-        return self.inner(inputs + positions) / temperature
-
-
-whole = Shifted()
-positions, temperature = torch.zeros(1, 64).cuda(), torch.ones(1).cuda()
-samples = [tensor.cuda() for tensor in batch(int(sys.argv[1]))]
-for _ in range(1_000_000):
-    F.cross_entropy(whole(samples[0], positions, temperature), samples[1]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-@on_standin
-def test_tensors_of_one_for_all_samples_are_not_varied(program):
-    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
-    [row] = found(*options, program(MODEL, SHARED), "16")
-    [plain] = found(*options, program(MODEL, LOADED), "16")
-    assert row["micro"] == pytest.approx(plain["micro"], rel=0.01)
-    assert "16 in the program" in row["remark"]

@@ -270,12 +270,9 @@ def _has_step() -> bool:
 
 
 def _common_size(given: Any) -> int:
-    """The first dimension that all tensors of a call share, but for those of one for all samples;
-    0: they share none."""
+    """The first dimension that all tensors of a call share; 0: they share none."""
     tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.size(0) for tensor in tensors if tensor.dim()}
-    if len(sizes) > 1:
-        sizes.discard(1)
     return sizes.pop() if len(sizes) == 1 else 0
 
 
