@@ -29,8 +29,8 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
     if (rb->run.ooms.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
     const bool can_shrink = mb && rbi_size_can_shrink(rb, mb->count);
-    if (can_shrink && rbi_learn_goes_by_meter(rb))
-        return false; /* nothing was in the way */
+    if (can_shrink && (rbi_learn_goes_by_meter(rb) || rb->sizes.growth.previous))
+        return false; /* nothing was in the way, or the size before the growth is known to fit */
     if (can_shrink && (failure->is_injected || rb->run.ooms.retries >= MOST_RETRIES ||
                        rb->sizes.retry_row >= MOST_RETRY_ROW))
         return false; /* with a full device a smaller micro-batch would be next */

@@ -9,11 +9,9 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
     if (!growth->on_trial)
         return;
     growth->on_trial = false;
-    if (!growth->is_of_level) {
-        growth->failed_size = rb->run.by_cost ? rb->sizes.budget : rb->sizes.micro;
-        growth->failed_by_cost = rb->run.by_cost;
-        growth->failed_available = available_bytes;
-    }
+    if (!growth->is_of_level)
+        rbi_size_note_failed(rb, rb->run.by_cost ? rb->sizes.budget : rb->sizes.micro,
+                             available_bytes);
     growth->wait =
         growth->wait > rb->options.grow_wait_max / 2 ? rb->options.grow_wait_max : growth->wait * 2;
     rbi_assert(growth->wait > 0 && growth->wait <= rb->options.grow_wait_max);

@@ -91,27 +91,44 @@ static size_t halfway(const rebatch *rb, size_t size, size_t larger)
  * is not asked about again with no more memory. */
 static size_t fitting(rebatch *rb, size_t size, size_t larger, uint64_t available)
 {
-    struct rbi_growth *growth = &rb->sizes.growth;
     if (!rbi_need_has_model(rb, rb->lighten) || !rb->sizes.model.fits)
         return larger;
     rbi_assert(larger >= size);
     while (larger > size && !rb->sizes.model.fits(rb->sizes.model.user, rb, larger)) {
-        growth->failed_size = larger;
-        growth->failed_by_cost = rb->run.by_cost;
-        growth->failed_available = available;
+        rbi_size_note_failed(rb, larger, available);
         larger = halfway(rb, size, larger);
     }
     return larger;
 }
 
+void rbi_size_note_failed(rebatch *rb, size_t size, uint64_t available_bytes)
+{
+    rb->sizes.growth.failed_size = size;
+    rb->sizes.growth.failed_by_cost = rb->run.by_cost;
+    rb->sizes.growth.failed_available = available_bytes;
+}
+
+/* One failed, and there is no more memory than then. The allocator behind a meter may have what is
+ * there in pieces: near that size, and with hardly more memory, it would fail too. */
+static bool would_fail(const rebatch *rb, size_t size, uint64_t available)
+{
+    const struct rbi_growth *growth = &rb->sizes.growth;
+    const bool is_rough = rbi_meter_is_set(rb);
+    return growth->failed_size && growth->failed_by_cost == rb->run.by_cost &&
+           growth->failed_available != UINT64_MAX && /* there nobody counts memory */
+           size >= growth->failed_size - (is_rough ? growth->failed_size / NEAR : 0) &&
+           available - (is_rough ? available / NEAR : 0) <= growth->failed_available;
+}
+
 /* Points of one's own do not say what is far beyond them. */
 static size_t grown(rebatch *rb, size_t size)
 {
-    const struct rbi_growth *growth = &rb->sizes.growth;
     const uint64_t available = available_or(rb, 0);
     size_t upper = upper_size(rb);
     if (!rbi_need_can_choose(rb)) {
-        const size_t larger = doubled(rb, size, upper);
+        size_t larger = doubled(rb, size, upper);
+        if (rbi_meter_is_set(rb) && would_fail(rb, larger, available))
+            larger = halfway(rb, size, rb->sizes.growth.failed_size);
         if (rbi_size_may_fit(rb, larger, rb->lighten))
             return larger;
         return rb->run.by_cost ? rbi_size_largest(rb, larger, available) : size;
@@ -119,9 +136,8 @@ static size_t grown(rebatch *rb, size_t size)
     if (!rbi_need_has_model(rb, rb->lighten))
         upper = doubled(rb, size, upper);
     size_t larger = rbi_size_largest(rb, upper, available);
-    if (growth->failed_size && growth->failed_by_cost == rb->run.by_cost &&
-        larger >= growth->failed_size && available <= growth->failed_available)
-        larger = halfway(rb, size, growth->failed_size);
+    if (would_fail(rb, larger, available))
+        larger = halfway(rb, size, rb->sizes.growth.failed_size);
     return fitting(rb, size, rbi_max(larger, size), available);
 }
 
@@ -233,6 +249,8 @@ static size_t after_oom(rebatch *rb, size_t failed, bool is_sized)
 {
     const size_t previous = previous_of(rb, failed), budget = rb->sizes.budget;
     const size_t held = rb->run.by_cost ? rbi_min(failed, budget) : failed;
+    if (is_sized && rbi_meter_is_set(rb) && !rbi_is_on(rb->options.learn)) /* it has its own */
+        rbi_size_note_failed(rb, failed, rb->run.ooms.failure.available_bytes);
     size_t next = is_sized ? fitted(rb, failed, previous) : 0;
     if (!next)
         next = lowered(rb, rbi_max(held / 2, previous));

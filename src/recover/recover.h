@@ -163,8 +163,9 @@ void rbi_need_refute_model(rebatch *rb);
  *   who asks                        | the next size
  *   --------------------------------|---------------------------------------------------------
  *   GROWS: clean steps; learning    | the largest that fits, at most double without a model,
- *     without tuner or meter        |   halfway to what failed with as much memory, and to what
- *                                   |   whole steps do not fit; nothing known: double
+ *     without tuner or meter        |   halfway to what failed with as much memory (by a meter
+ *                                   |   within a 16th), and to what whole steps do not fit;
+ *                                   |   nothing known: double
  *   OVERRULES: clean steps, against | double
  *     a prediction                  |
  *   FOLLOWS_LINE: learning by meter | as GROWS; short of double a quarter less far
@@ -198,6 +199,8 @@ size_t rbi_next_size(rebatch *rb, enum rbi_why why, size_t size);
 /* The largest allowed size of at most `most` that fits in `available_bytes`; 0 when none does, or
  * nothing is known. */
 size_t rbi_size_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
+/* With `available_bytes` there was no room for it. */
+void rbi_size_note_failed(rebatch *rb, size_t size, uint64_t available_bytes);
 /* Whether nothing tells that it does not fit. */
 bool rbi_size_may_fit(const rebatch *rb, size_t size, unsigned lighten);
 
@@ -230,7 +233,8 @@ struct rbi_growth {
     /* The size before the last growth, as long as an OOM may lead back to it. */
     size_t previous; /* 0: none */
     bool previous_by_cost;
-    /* The last growth that failed: to which size, and what there was then. */
+    /* The last size that a growth to it, or by a meter any attempt, failed at, and what there was
+     * then. */
     size_t failed_size; /* 0: none */
     bool failed_by_cost;
     uint64_t failed_available;

@@ -249,9 +249,10 @@ static void fall_back(enum script_manner manner, const char *calls)
 
 Test(step_growth, a_failed_growth_returns_to_the_size_before_it)
 {
-    fall_back(SCRIPT_POOL, "z f0+16! f0+12~1 f12+12~1 f24+12 f36+12 f48+12 u");
-    /* once more at first, for something was released */
-    fall_back(SCRIPT_RETURN, "z f0+16! f0+16~1! f0+12~2 f12+12~2 f24+12 f36+12 f48+12 u");
+    static const char calls[] = "z f0+16! f0+12~1 f12+12~1 f24+12 f36+12 f48+12 u";
+    fall_back(SCRIPT_POOL, calls);
+    /* Not once more, though something was released: that size is known to fit. */
+    fall_back(SCRIPT_RETURN, calls);
 }
 
 Test(step_growth, when_that_size_fails_too_the_next_is_half_of_it)

@@ -289,6 +289,29 @@ Test(step_meter, the_micro_batch_grows_when_there_is_room)
     cr_expect_eq(report.micro, 32);
 }
 
+/* What is there lies in pieces, of which the figures say nothing. */
+Test(step_meter, a_size_grows_halfway_to_one_that_failed)
+{
+    static const size_t sizes[] = {48, 72, 84, 90};
+    OPEN(program, p, PROGRAM(.capacity = MIB(100), .smooth = 90, .cliff_bytes = MIB(50)), false);
+    cr_expect_eq(step(&p, 96).ooms, 1);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (size_t clean = 0; clean < 4; clean++) {
+            cr_expect_eq(rebatch_get_micro(p.rb, 96), sizes[i]);
+            cr_expect_eq(step(&p, 96).ooms, 0);
+        }
+}
+
+Test(step_meter, more_memory_than_there_was_is_used_at_once)
+{
+    OPEN(program, p, PROGRAM(.capacity = MIB(90)), false);
+    cr_expect_eq(step(&p, 96).ooms, 1);
+    p.capacity = MIB(110);
+    for (size_t clean = 0; clean < 4; clean++)
+        (void)step(&p, 96);
+    cr_expect_eq(rebatch_get_micro(p.rb, 96), 96);
+}
+
 static uint64_t two_a_sample(size_t first, size_t count, void *user)
 {
     (void)first;
