@@ -137,6 +137,28 @@ def test_a_search_begins_where_the_last_room_was_full():
     assert len(tries[1]) < len(tries[0])
 
 
+class Squared(Fragmented):
+    """Of pairs of samples. Beyond `most` it is not followed."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def tried(self, request):
+        if request.size > self.most:
+            raise FitError("rebatch: too many")
+        peak = 1000 + request.size**2
+        return Tried(request.size, peak <= request.room, peak=peak, reserved=peak)
+
+
+def test_a_size_beyond_that_cannot_be_tried_is_no_answer_and_no_error():
+    search = Search(Squared(most=2000))
+    assert search.row(1_001_000, search.line()).best.samples == 1000
+    search = Search(Squared(most=1000))
+    with pytest.raises(FitError, match="too many"):
+        search.row(1_001_000, search.line())
+
+
 # ---- the command ----
 
 

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from rebatch.fit.error import FitError
 from rebatch.torch.private import TorchDispatchMode
 
-# Elements of a tensor that is computed; and of one that is computed from a kernel's zeros, by which
+# Bytes of a tensor that is computed; and of one that is computed from a kernel's zeros, by which
 # programs decide too: whether a loss is finite.
-_MOST, _MOST_OF_ZEROS = 1 << 24, 1 << 20
+_MOST, _MOST_OF_ZEROS = 1 << 28, 1 << 22
 # Where the program's files are not.
 _FIT = os.path.dirname(__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(_FIT)) + os.sep
@@ -204,7 +204,7 @@ class Integers(TorchDispatchMode):
         most = _MOST if have_values else _MOST_OF_ZEROS
         is_computed = effect.is_collective
         is_here = not effect.is_collective and not effect.draws
-        if is_here and all(tensor.numel() <= most for tensor in (*read, *written)):
+        if is_here and all(tensor.nbytes <= most for tensor in (*read, *written)):
             with contextlib.suppress(Exception):  # what the host lacks
                 is_computed = _compute(func, effect, written, args, kwargs)
         is_known = is_computed and have_values and all(map(self._is_known, read))

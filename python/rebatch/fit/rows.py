@@ -87,12 +87,20 @@ class Search:
         tries: dict[int, Tried] = {}
         sizes = self._subject.sizes()
 
+        # A peak that grows with the square begins far beyond, where a program may not be followed.
+        refused: dict[int, FitError] = {}
+
         def fits(size: int) -> bool:
-            tries[size] = self.tried(size, room, level)
-            return tries[size].fits
+            try:
+                tries[size] = self.tried(size, room, level)
+            except FitError as error:
+                refused[size] = error
+            return size in tries and tries[size].fits
 
         meets = line.meets(room)
         low, high = largest_size(fits, sizes, sizes.at_most(meets * self._found.get(level, 1.0)))
+        if high in refused:
+            raise refused[high]
         self._found[level] = low / meets or 1.0 if meets > 0 else 1.0
         after = self.tried(high, UNLIMITED, level) if high else None
         count = len(tries) + bool(high)

@@ -297,3 +297,9 @@ def test_another_count_is_as_large_as_it_may_be():
         assert int(hard.sum().clamp(min=3).mul(2)) >= 1000
         assert hard.sum(1).tolist() == [100] * 10
         assert int(hard.sum(0)[3]) == 97
+
+
+def test_masks_of_pairs_are_computed_up_to_a_quarter_of_a_gib():
+    kinds = torch.arange(8192).cuda() % 4096
+    first, second = torch.where(kinds[:, None] == kinds[None])
+    assert len(first) == 4 * 4096 and (second - first).abs().max().item() == 4096
