@@ -388,3 +388,25 @@ def test_history_that_gradients_would_fill_is_told(program):
     megabytes = 2 * 7 * 4 * (64 * 32768 + 32768 + 32768 * 16 + 16) / MIB
     assert row["micro"] > 100
     assert f"its history, of up to {megabytes:.1f} MiB, does not count" in row["remark"]
+
+
+# Of which nobody knows the length.
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(64), 3
+
+
+for inputs, classes in torch.utils.data.DataLoader(Stream(), int(sys.argv[1])):
+    F.cross_entropy(model(inputs.cuda()), classes.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+def test_stream_of_samples_is_answered(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [row] = found(*options, program(MODEL, STREAM), "16")
+    assert row["micro"] > 100 and not row["remark"]

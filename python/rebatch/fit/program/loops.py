@@ -170,7 +170,7 @@ class Watch:
         if self._sized:
             self.begin(self._sized, _FileReply(request["answer"]), root)
         loops = [_Loop(self, samples, root)]
-        if self._loader and not root and len(self._loader.samples) not in (0, samples):
+        if self._loader is not None and not root and len(self._loader.samples) not in (0, samples):
             loops.insert(0, _Loop(self, len(self._loader.samples), root, self._loader))
         searches = [Search(loop, request["installs"]) for loop in loops]
         line, remark = None, ""
@@ -234,7 +234,7 @@ _FIXED = (
 
 def _line_of(loop: _Loop, search: Search) -> Tuple[Optional[Line], str]:
     """The line on which peaks lie; or None, and why there is none."""
-    said, ways = "", (True,) if loop.loader else (True, False)
+    said, ways = "", (True, False) if loop.loader is None else (True,)
     for loop.grows_like_weights in ways:
         try:
             line = search.line()
@@ -354,7 +354,7 @@ class _Try:
         self._request, self._reply = request, reply
         self._root = root  # whose call begins a pass
         self._growth: Optional[Growth] = None
-        if loop and loop.loader:
+        if loop and loop.loader is not None:
             loop.loader.become(request.size)
         elif loop and loop.found not in (0, request.size):
             self._growth = Growth(loop.found, request.size, loop.grows_like_weights)
