@@ -12,6 +12,7 @@
 static void enter(void)
 {
     char here[PATH_MAX];
+    (void)alarm(300);
     cli_enter();
     cr_assert(getcwd(here, sizeof here));
     setenv("XDG_RUNTIME_DIR", here, 1);
@@ -23,7 +24,7 @@ static void leave(void)
     config_leave();
 }
 
-TestSuite(cli_ask, .init = enter, .fini = leave, .timeout = 300);
+TestSuite(cli_ask, .init = enter, .fini = leave);
 
 struct rig {
     rebatch_device *device;

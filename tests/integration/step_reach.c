@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "step_common.h"
 
@@ -134,8 +135,9 @@ INSIDE(write_snapshot)
     return REBATCH_OK;
 }
 
-Test(step_reach, escape_while_a_snapshot_is_written_comes_back_with_an_error, .timeout = 300)
+Test(step_reach, escape_while_a_snapshot_is_written_comes_back_with_an_error)
 {
+    (void)alarm(300);
     OPEN_WARM(rig);
     struct leaver leaver = {rig.rb, 0};
     script_inside(&rig.script, write_snapshot, &leaver);
@@ -393,8 +395,9 @@ Test(step_reach, work_still_on_the_stream_may_use_what_is_taken_back)
 
 /* ---- what goes away too early ---- */
 
-Test(step_reach, a_session_keeps_its_pool_and_its_device, .timeout = 300)
+Test(step_reach, a_session_keeps_its_pool_and_its_device)
 {
+    (void)alarm(300);
     rebatch_device *device;
     rebatch *rb;
     rebatch_pool *pool;

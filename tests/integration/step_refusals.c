@@ -2,6 +2,7 @@
  * buffers of resize counted once, and every step and map ends.
  * Must not know more of the library than its public headers say. */
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "rig.h"
 
@@ -92,8 +93,9 @@ static void set_limit(struct trainer *t, size_t bytes)
 
 /* ---- steps ---- */
 
-Test(step_refusals, a_step_with_resize_goes_on_to_sizes_that_fit, .timeout = SECONDS)
+Test(step_refusals, a_step_with_resize_goes_on_to_sizes_that_fit)
 {
+    (void)alarm(SECONDS);
     for (size_t fits = 1; fits <= 64; fits++) {
         rebatch_step_report report;
         const rebatch_step_ops ops = ops_of(REBATCH_OFF);
@@ -108,8 +110,9 @@ Test(step_refusals, a_step_with_resize_goes_on_to_sizes_that_fit, .timeout = SEC
     }
 }
 
-Test(step_refusals, what_fits_at_no_size_ends_the_step_or_a_lighter_level_does, .timeout = SECONDS)
+Test(step_refusals, what_fits_at_no_size_ends_the_step_or_a_lighter_level_does)
 {
+    (void)alarm(SECONDS);
     for (int lightens = 0; lightens < 2; lightens++) {
         const rebatch_step_ops ops = ops_of(lightens ? REBATCH_ON : REBATCH_OFF);
         OPEN(trainer, t, KIB(64), MIB(4), NULL);
@@ -122,8 +125,9 @@ Test(step_refusals, what_fits_at_no_size_ends_the_step_or_a_lighter_level_does, 
 }
 
 /* A rest, and a batch that does not fill its buffers, are refused at the size of the buffers. */
-Test(step_refusals, batches_of_other_sizes_find_what_fits, .timeout = SECONDS)
+Test(step_refusals, batches_of_other_sizes_find_what_fits)
 {
+    (void)alarm(SECONDS);
     for (size_t batch = 1; batch <= 40; batch++) {
         const rebatch_step_ops ops = ops_of(REBATCH_OFF);
         OPEN(trainer, t, KIB(64), MIB(2), NULL);
@@ -136,8 +140,9 @@ Test(step_refusals, batches_of_other_sizes_find_what_fits, .timeout = SECONDS)
     }
 }
 
-Test(step_refusals, limits_on_the_size_hold, .timeout = SECONDS)
+Test(step_refusals, limits_on_the_size_hold)
 {
+    (void)alarm(SECONDS);
     const rebatch_step_ops ops = ops_of(REBATCH_OFF);
     OPEN(trainer, t, KIB(64), MIB(1), &OPTIONS(.micro_multiple_of = 3, .micro_smallest = 6));
     OK(rebatch_step(t.rb, &ops, 60, &t, NULL));
@@ -158,8 +163,9 @@ static rebatch_status map(struct trainer *t, size_t count)
     return rebatch_map(t->rb, &ops, count, t, NULL);
 }
 
-Test(step_refusals, a_map_with_resize_before_the_first_step_ends, .timeout = SECONDS)
+Test(step_refusals, a_map_with_resize_before_the_first_step_ends)
 {
+    (void)alarm(SECONDS);
     OPEN(trainer, t, MIB(1), MIB(1) + KIB(64), NULL);
     set_limit(&t, MIB(40));
     for (int i = 0; i < 4; i++) {
@@ -169,16 +175,18 @@ Test(step_refusals, a_map_with_resize_before_the_first_step_ends, .timeout = SEC
 }
 
 /* No step has made the buffers, so they are the map's to make larger. */
-Test(step_refusals, a_map_alone_has_larger_buffers_for_more_samples, .timeout = SECONDS)
+Test(step_refusals, a_map_alone_has_larger_buffers_for_more_samples)
 {
+    (void)alarm(SECONDS);
     OPEN(trainer, t, MIB(1), MIB(2), NULL);
     OK(map(&t, 8));
     OK(map(&t, 64));
     cr_assert(t.largest == 64 && t.resizes == 2, "%zu", t.largest);
 }
 
-Test(step_refusals, maps_and_steps_in_any_order_end_under_any_limit, .timeout = SECONDS)
+Test(step_refusals, maps_and_steps_in_any_order_end_under_any_limit)
 {
+    (void)alarm(SECONDS);
     for (unsigned seed = 1; seed <= 200; seed++) {
         const rebatch_step_ops ops = ops_of(REBATCH_OFF);
         OPEN(trainer, t, KIB(64), KIB(512) * (1 + seed % 4), NULL);

@@ -2,7 +2,7 @@
  * Must not know the library's inside. */
 #include "yield_common.h"
 
-TestSuite(yield, .init = enter, .fini = leave, .timeout = 300);
+TestSuite(yield, .init = enter, .fini = leave);
 
 /* ---- what it gives ---- */
 

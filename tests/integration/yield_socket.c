@@ -8,7 +8,7 @@
 
 #include "yield_common.h"
 
-TestSuite(yield_socket, .init = enter, .fini = leave, .timeout = 300);
+TestSuite(yield_socket, .init = enter, .fini = leave);
 
 /* ---- lines ---- */
 

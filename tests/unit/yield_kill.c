@@ -6,7 +6,7 @@
 #include "device/device.h"
 #include "integration/yield_common.h"
 
-TestSuite(yield_kill, .init = enter, .fini = leave, .timeout = 600);
+TestSuite(yield_kill, .init = enter, .fini = leave);
 
 /* Of both processes: the training holds at its call number `nth` from the moment that is set. In a
  * wake those of the thread that trains, which goes on before the answer comes, do not count. */

@@ -3,7 +3,7 @@
 #include "device/device.h"
 #include "integration/yield_common.h"
 
-TestSuite(yield_sleep, .init = enter, .fini = leave, .timeout = 300);
+TestSuite(yield_sleep, .init = enter, .fini = leave);
 
 static struct {
     struct rbi_device_ops ops;
