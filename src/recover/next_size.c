@@ -244,12 +244,21 @@ static size_t fitted(rebatch *rb, size_t failed, size_t previous)
     return ooms->fitted;
 }
 
+/* Nearly all that there was by a meter was needed, so it will not do another time; learning goes by
+ * rules of its own. */
+static bool was_short_by_meter(const rebatch *rb)
+{
+    const struct rbi_failure *failure = &rb->run.ooms.failure;
+    return rbi_meter_is_set(rb) && !rbi_is_on(rb->options.learn) &&
+           failure->need_bytes >= failure->available_bytes - failure->available_bytes / NEAR;
+}
+
 /* By cost always less than before, also where cost falls with the samples. */
 static size_t after_oom(rebatch *rb, size_t failed, bool is_sized)
 {
     const size_t previous = previous_of(rb, failed), budget = rb->sizes.budget;
     const size_t held = rb->run.by_cost ? rbi_min(failed, budget) : failed;
-    if (is_sized && rbi_meter_is_set(rb) && !rbi_is_on(rb->options.learn)) /* it has its own */
+    if (is_sized && was_short_by_meter(rb))
         rbi_size_note_failed(rb, failed, rb->run.ooms.failure.available_bytes);
     size_t next = is_sized ? fitted(rb, failed, previous) : 0;
     if (!next)

@@ -233,8 +233,8 @@ struct rbi_growth {
     /* The size before the last growth, as long as an OOM may lead back to it. */
     size_t previous; /* 0: none */
     bool previous_by_cost;
-    /* The last size that a growth to it, or by a meter any attempt, failed at, and what there was
-     * then. */
+    /* The last size that a growth to it failed at, or by a meter any attempt that needed nearly all
+     * that there was; and what there was. */
     size_t failed_size; /* 0: none */
     bool failed_by_cost;
     uint64_t failed_available;

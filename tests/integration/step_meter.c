@@ -302,6 +302,21 @@ Test(step_meter, a_size_grows_halfway_to_one_that_failed)
         }
 }
 
+/* Whatever it was, it was not the size. */
+Test(step_meter, a_size_that_failed_with_much_memory_left_is_tried_again)
+{
+    OPEN(
+        program, p,
+        PROGRAM(.capacity = MIB(200), .smooth = 48, .cliff_bytes = MIB(150), .hides_request = true),
+        false);
+    (void)step(&p, 96);
+    cr_expect_eq(rebatch_get_micro(p.rb, 96), 48);
+    p.smooth = 0;
+    for (size_t clean = 0; clean < 4; clean++)
+        cr_expect_eq(step(&p, 96).ooms, 0);
+    cr_expect_eq(rebatch_get_micro(p.rb, 96), 96);
+}
+
 Test(step_meter, more_memory_than_there_was_is_used_at_once)
 {
     OPEN(program, p, PROGRAM(.capacity = MIB(90)), false);

@@ -62,6 +62,25 @@ def test_a_settled_step_asks_what_is_available_and_nothing_else(asked, micros):
     assert asked == {"_available": micros, "_most_bytes": 1, "_statistics": min(micros, 2)}
 
 
+def test_what_is_promised_to_an_update_is_available_to_it_in_a_settled_step(asked):
+    """Though PyTorch is not asked again."""
+    found = []
+
+    def before_update():
+        meter = step._training.session.meter
+        asked.clear()
+        for promised in (1 << 20, 0):
+            out, meter.promised_bytes = [0], promised
+            meter._available(out, None)
+            found.append(out[0])
+
+    options = dict(micro_start=4, before_update=before_update)
+    step, batch = make(loss_of, **options), torch.randn(16, 4, device="cuda")
+    for _ in range(_SETTLED + 1):
+        step(batch)
+    assert found[-1] - found[-2] == 1 << 20 and not asked["_statistics"]
+
+
 def test_another_size_is_measured_and_settles_again(asked):
     step = make(loss_of, micro_start=4)
     for samples in (8, 6):

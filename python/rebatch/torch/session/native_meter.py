@@ -81,7 +81,7 @@ class NativeMeter:
         self._was_asked = False  # in this step, what is available: _settled is of now
         self._was_asked_with_sums = False  # and after its first micro-batch
         self._most = 0  # that could be allocated in all when the device was asked in this step
-        self._left_bytes = 0  # what was available then
+        self._unused = 0  # of that, when PyTorch was asked last
         self._retries_at_begin = 0
         self.asked_bytes = 0
         self.has_failed = False  # the callback that runs
@@ -185,17 +185,14 @@ class NativeMeter:
     def available_bytes(self) -> int:
         """Memory that can be allocated, but for what is promised."""
         statistics = self._statistics()
-        return self._left(statistics, self._most_bytes(statistics))
+        allocated = statistics["allocated_bytes"]["all"]["current"]
+        return int(max(0, self._most_bytes(statistics) - allocated - self.promised_bytes))
 
     def _most_bytes(self, statistics: dict[Any, Any]) -> int:
         """That can be allocated in all, by what the device has."""
         free, total = mem_get_info(self._device.index)
         reserved = int(statistics["reserved_bytes"]["all"]["current"])
         return min(free + reserved, int(total * memory_fraction(self._device.index)))
-
-    def _left(self, statistics: dict[Any, Any], most: int) -> int:
-        allocated = statistics["allocated_bytes"]["all"]["current"]
-        return int(max(0, most - allocated - self.promised_bytes))
 
     def _available(self, out: Any, _user: Any) -> int:
         """A step like those before it asks the device once, whose figures change with other
@@ -206,11 +203,11 @@ class NativeMeter:
             statistics = self._statistics()
             if not (self._is_alike and self._most):
                 self._most = self._most_bytes(statistics)
-            self._left_bytes = self._left(statistics, self._most)
+            self._unused = self._most - statistics["allocated_bytes"]["all"]["current"]
             if is_settled:
                 self._was_asked, self._was_asked_with_sums = True, self.micros > 0
                 self._settle(statistics)
-        out[0] = self._left_bytes
+        out[0] = max(0, self._unused - self.promised_bytes)
         return 0
 
     def _release(self, _user: Any) -> int:
