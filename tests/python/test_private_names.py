@@ -4,10 +4,11 @@ has each of them."""
 
 import ast
 import contextlib
-import importlib.util
+import importlib
 import inspect
 import pathlib
 import re
+import threading
 
 import pytest
 import torch
@@ -181,5 +182,11 @@ def test_pytorch_has_what_only_builds_with_cuda_have():
     assert [name for name in names if not hasattr(torch._C, name)] == []
 
 
-def test_pytorch_has_the_module_of_cuda_graphs():
-    assert importlib.util.find_spec("torch._inductor.cudagraph_trees")
+def test_a_thread_has_no_graphs_of_the_compiler_that_another_thread_imported():
+    importlib.import_module("torch._inductor.cudagraph_trees")
+    found = []
+    look = lambda: found.append(private.has_compiled_graphs(torch.device("cuda")))  # noqa: E731
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [False]

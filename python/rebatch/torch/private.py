@@ -211,9 +211,16 @@ def reset_peak_memory_stats(device: int) -> None:
 # ---- modules that PyTorch imports only when they are needed ----
 
 
-def cudagraph_trees() -> Any:
-    """The CUDA graphs of torch.compile; None: the program has none."""
-    return sys.modules.get("torch._inductor.cudagraph_trees")
+def has_compiled_graphs(device: torch.device) -> bool:
+    """Whether torch.compile(mode="reduce-overhead") has CUDA graphs there. Only the thread that
+    imported its module and those of autograd can have some; in others the module fails."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    try:
+        return bool(trees.get_manager(device.index or 0, False))
+    except AssertionError:
+        return False
 
 
 def fsdp_mesh_info() -> Any:

@@ -9,6 +9,7 @@ import torch
 import models
 from conftest import load_standin
 from rebatch.torch import private
+from rebatch.torch.check import cut_comparison
 from test_replays import *  # noqa: F403
 from test_replays import Run, both
 from test_replays_of_trainers import *  # noqa: F403
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(load_standin() is not None, reason="needs a GPU"
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch):
     monkeypatch.setattr(models, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(cut_comparison, "_SIZES", ())  # it lasts as many steps as on a CPU
 
 
 def operations_of_a_pass():

@@ -257,7 +257,8 @@ def test_a_tag_is_told_by_its_first_31_bytes():
 
 def test_a_child_of_fork_neither_sleeps_nor_wakes():
     script = BEGIN + (
-        "import os\n"
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)  # of Python 3.12, beside threads\n"
         "pid = os.fork()\n"
         "for call in (rebatch.sleep, rebatch.wake) if pid == 0 else ():\n"
         "    try:\n"

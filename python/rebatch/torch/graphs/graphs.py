@@ -28,7 +28,7 @@ from rebatch.torch.graphs.proof import Mark, Noise
 from rebatch.torch.graphs.ran import Ran
 from rebatch.torch.graphs.reads import Reads
 from rebatch.torch.graphs.recorder import can_capture, live_bytes, recorder_of
-from rebatch.torch.private import cudagraph_trees
+from rebatch.torch.private import has_compiled_graphs
 from rebatch.torch.program.mistakes import hooked
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import is_oom, let_go
@@ -156,8 +156,7 @@ class Graphs:
             return f"the model is on {self._device}, where nothing can be captured"
         if hooked(self._parameters):  # type: ignore[arg-type]
             return "a parameter has a hook of register_post_accumulate_grad_hook()"
-        trees = cudagraph_trees()
-        if trees and trees.get_manager(self._device.index or 0, False):
+        if has_compiled_graphs(self._device):
             return (
                 'a model of this process is compiled with mode="reduce-overhead" or '
                 '"max-autotune", which have graphs of their own: expected torch.compile(model), '

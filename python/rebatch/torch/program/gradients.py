@@ -30,7 +30,7 @@ from typing import (
 
 import torch
 
-from rebatch.torch.private import cudagraph_trees, foreach_add_, foreach_copy_
+from rebatch.torch.private import foreach_add_, foreach_copy_, has_compiled_graphs
 from rebatch.torch.session.oom import is_oom
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ def _is_overwritten(device: Optional[torch.device]) -> bool:
     """Whether a gradient stays only as a copy. The next run of a CUDA graph of torch.compile
     (mode="reduce-overhead") would write into the same memory; PyTorch's own accumulation is refused
     there."""
-    trees = cudagraph_trees()
-    if not (trees and device and device.type == "cuda"):
-        return False
-    return bool(trees.get_manager(device.index, False))
+    return device is not None and has_compiled_graphs(device)
 
 
 class Accumulators:
