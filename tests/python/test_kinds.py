@@ -242,6 +242,19 @@ def test_with_slice_and_length_it_goes_through_these():
     assert torch.equal(weight, train((dense(), LABELS), micro_start=4)[0])
 
 
+def sliced(batch, first, count):
+    return tuple(Cut(0, None, None).part(batch, first, count, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_of_the_programs_own_may_return_tensors_of_every_kind(kind):
+    batch = KINDS[kind](), LABELS
+    options = {"slice": sliced, "length": lambda batch: len(batch[1])}
+    for micro in 8, 3:
+        weight, _ = train(batch, micro_start=micro, **options)
+        assert torch.equal(weight, train(batch, micro_start=micro)[0])
+
+
 # ---- classes derived from dict ----
 
 

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Prot
 
 import torch
 
-from rebatch.torch.batches.kinds import Taking, is_array, lacks_memory, samples_of
+from rebatch.torch.batches.kinds import Taking, are_same, is_array, lacks_memory, samples_of
 from rebatch.torch.session.oom import is_oom
 
 # Up to _FIELDS tensors of one form in a list are fields, as torch's DataLoader makes them, unless
@@ -120,16 +120,17 @@ _WHOLE_LOOKS = 3
 def _is_same(part: Any, batch: Any) -> bool:
     """Whether what a `slice` made of a whole batch has what the batch has."""
     mine, its = dict(batch_tensors(part)), dict(batch_tensors(batch))
-    return (
-        type(part) is type(batch)
-        and bool(its)
-        and mine.keys() == its.keys()
-        and all(_is_equal(mine[name], tensor) for name, tensor in its.items())
-    )
-
-
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) and torch.equal(a, b)
+    try:
+        return (
+            type(part) is type(batch)
+            and bool(its)
+            and mine.keys() == its.keys()
+            and all(mine[n].device == t.device and are_same(mine[n], t) for n, t in its.items())
+        )
+    except Exception as error:  # tensors of a kind that cannot be compared
+        if is_oom(error):
+            raise
+        return False
 
 
 # How the lists of tensors in a batch are read: each has a field of the batch in an entry, or a
