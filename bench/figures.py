@@ -27,7 +27,6 @@ from figures_run import ROOT, PartFails, Run
 SECONDS = 600  # of a part at most
 SETS = {
     "unmeasured": (
-        "gpt2",
         "installed",
         "small-memory",
         "contrastive",
@@ -35,6 +34,7 @@ SETS = {
         "budget",
         "yielding",
         "sleep",
+        "sleeping",
     )
 }
 SETS_OF_GPUS = {"host": 0, "gpu": 1, "two-gpus": 2}

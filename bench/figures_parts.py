@@ -270,6 +270,20 @@ def yielding(run):
     yield HOST, "three trainings on one card, the others give memory: speed of all", cells
 
 
+@part("bench/sleeping.py bench/pytorch.py" + TORCH, gpus=1, seconds=150)
+def sleeping(run):
+    [slept] = run.python("sleeping.py cycles", "cycles --small --steps 10")
+    row = f"a training that sleeps {slept['cycles']} times"
+    yield HOST, f"{row}: memory reserved ÷ in use", {"rebatch": ratio(slept["ratio"])}
+    bits = "the same" if slept["same_bits"] else "others"
+    yield HOST, f"{row}: its bits beside those without a sleep", {"rebatch": bits}
+    [less] = run.python("sleeping.py less", "less --small")
+    row = f"wake with {less['missing_bytes'] / GIB:.0f} GiB less"
+    sizes = " -> ".join(map(str, less["micro"]))
+    yield HOST, f"{row}: micro-batch before, then, and once they are back", {"rebatch": sizes}
+    yield HOST, f"{row}: updates lost", {"rebatch": show(less["lost"])}
+
+
 def contrastive_rows(run, flags="", suffix=""):
     lines = run.python("contrastive.py" + flags, "--small")
     [step] = [line for line in lines if line.get("way") == "step"]
