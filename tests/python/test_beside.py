@@ -162,6 +162,23 @@ def test_gradients_that_are_kept_elsewhere_need_no_room_on_the_host(monkeypatch)
     test_gradients_that_hooks_keep_elsewhere_count_once(of_parameters, 0, "fresh")
 
 
+@pytest.mark.parametrize("registers", ("register_post_accumulate_grad_hook", "register_hook"))
+@pytest.mark.parametrize("in_step", (0, 1, 4))
+def test_gradients_that_hooks_keep_outside_of_the_model_are_told(registers, in_step):
+    model, main = Net(), {}
+    for name, p in model.named_parameters():
+        main[name] = torch.zeros_like(p, dtype=torch.float64)
+
+        def add(gradient, name=name):
+            main[name] += 1.0
+
+        getattr(p, registers)(add)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, plain, growth=False, log_level="quiet")
+    (text,) = said(lambda: train(step, in_step + 2, in_step, True))
+    assert "changes 'main' outside of the model" in text
+
+
 def test_an_attribute_of_a_parameter_that_changes_late_is_an_error():
     """What it was has no copy."""
     model = Net()

@@ -496,7 +496,7 @@ def training_of(
         named_modules(model), parts, changed_by_updates, updated_by=program.update.named_parts()
     )
     told = Told(
-        program.functions_that_run,
+        program.functions_of_an_attempt,
         lambda: undo.handled() | program.handled(),
         lambda: program.loss_name,
         modules=lambda: undo.tree.modules,

@@ -132,10 +132,19 @@ class Program:
 
     def functions_of_a_pass(self) -> List[Any]:
         """Those, a function of the program that goes backward, and its hooks of parameters."""
-        tables = map(operator.attrgetter(HOOKS_OF_TENSORS[0]), self.modules.parameters())
-        hooks = [hook for table in tables if table for hook in table.values()]
-        own = [h for h in hooks if isinstance(h, functools.partial) or is_of_program(h)]
-        return [*self.functions_that_run(), *self.update.functions, *own]
+        hooks = self._hooks(HOOKS_OF_TENSORS[0])
+        return [*self.functions_that_run(), *self.update.functions, *hooks]
+
+    def functions_of_an_attempt(self) -> List[Any]:
+        """Those that run in a micro-batch, and all hooks of parameters."""
+        hooks = [hook for table in HOOKS_OF_TENSORS for hook in self._hooks(table)]
+        return [*self.functions_that_run(), *hooks]
+
+    def _hooks(self, table: str) -> List[Any]:
+        """Those of the program, of parameters, each once."""
+        tables = map(operator.attrgetter(table), self.modules.parameters())
+        hooks = {id(hook): hook for each in tables if each for hook in each.values()}
+        return [h for h in hooks.values() if isinstance(h, functools.partial) or is_of_program(h)]
 
     def handled(self) -> Set[int]:
         """The ids of what a Step steps, saves or calls by itself."""
