@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 import pytest
-from fitted import MODEL, STEP, fit, found, on_standin, trains_plainly
+from fitted import MODEL, STEP, fit, found, on_standin, plainly, trains_plainly
 
 MIB = 1 << 20
 FOREIGN = pathlib.Path(__file__).parents[2] / "bench" / "foreign"
@@ -410,3 +410,68 @@ def test_stream_of_samples_is_answered(program):
     options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
     [row] = found(*options, program(MODEL, STREAM), "16")
     assert row["micro"] > 100 and not row["remark"]
+
+
+# Its peak is where the gradients of three branches are added up.
+BRANCHES = """
+inputs = batch(int(sys.argv[1]))[0].cuda()
+for _ in range(3):
+    hidden = model[0](inputs)
+    sum((hidden * part).sum() for part in (1, 2, 3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(torch.cuda.max_memory_allocated(), flush=True)
+time.sleep(0.5)
+"""
+
+# The lengths stay on the host.
+SPEECH = """
+n = int(sys.argv[1])
+heard = torch.randn(n, 50, 64).cuda()
+words, frames, counts = torch.ones(n, 9), torch.full((n,), 50), torch.full((n,), 9)
+for _ in range(3):
+    scores = model(heard).transpose(0, 1).log_softmax(-1)
+    F.ctc_loss(scores, words.long().cuda(), frames, counts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(torch.cuda.max_memory_allocated(), flush=True)
+time.sleep(0.5)
+"""
+
+
+@on_standin
+@pytest.mark.parametrize("loop", [BRANCHES, SPEECH])
+def test_peak_is_the_programs_own(program, loop):
+    path = program("import time\n", MODEL, loop)
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable, path, "16")
+    assert int(plainly(path, row["micro"], row["room_bytes"])) == row["peak_allocated_bytes"]
+
+
+# What the loader returned is changed, or copied on the GPU.
+CHANGED = """
+def collate(samples):
+    inputs, classes = torch.utils.data.default_collate(samples)
+    return {"inputs": inputs, "classes": classes, "lengths": torch.full((len(inputs),), 16)}
+
+
+loader = torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(*batch(1000)), int(sys.argv[1]), collate_fn=collate
+)
+for given in loader:
+    lengths = given.pop("lengths").cuda()
+    for name in given:
+        given[name] = given[name].cuda()
+    longest = int(copy.deepcopy(lengths).max())
+    scores = model(given["inputs"])[:, :longest]
+    F.cross_entropy(scores, given["classes"]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+def test_program_may_change_what_its_loader_returned(program):
+    options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
+    [changed] = found(*options, program("import copy\n", MODEL, CHANGED), "20")
+    [plain] = found(*options, program(MODEL, LOADED), "20")
+    assert changed["micro"] == pytest.approx(plain["micro"], abs=1) and not changed["remark"]

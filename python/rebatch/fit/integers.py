@@ -270,7 +270,7 @@ def _effect_of(func: Any) -> _Effect:
     is_fresh = not any(r.alias_info for r in schema.returns)
     space, name = schema.name.split("::")
     return _Effect(
-        is_none=not mutates and not is_fresh or "empty" in name,
+        is_none=not mutates and not is_fresh or "empty" in name or operation is _aten.set_,
         is_fresh=is_fresh,
         mutates=mutates,
         overwrites=operation in _OVERWRITES,

@@ -32,6 +32,8 @@ def standin() -> Any:
         library.standin_peak.restype = ctypes.c_size_t
         library.standin_libraries.argtypes = []
         library.standin_libraries.restype = ctypes.c_uint
+        library.standin_hide_modes.argtypes = [ctypes.c_long]
+        library.standin_hide_modes.restype = None
     except AttributeError:
         raise FitError("rebatch: libcuda.so.1 is a GPU's driver: expected the stand-in") from None
     return library

@@ -75,6 +75,7 @@ class Watch:
         # Parameters of a distribution that kernels would compute are 0 here, and found invalid.
         torch.distributions.Distribution.set_default_validate_args(False)
         integers.start()
+        copies.standin().standin_hide_modes(1)
         self._hook, sys.excepthook = sys.excepthook, self._raised
 
     def becomes(self, request: Request) -> None:
@@ -303,7 +304,8 @@ class _Batches:
             return copy.deepcopy(self.last)
         self.last = next(self.plain)
         self._watch.returns(self)
-        return self.last
+        # The program may change it: move it to the GPU, take something out.
+        return copy.deepcopy(self.last) if self._watch.repeats(self) else self.last
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -369,6 +371,7 @@ class _Try:
         copies.restart(self._device)
         if self._growth:
             Transfers(self._growth).__enter__()  # type: ignore[no-untyped-call]
+            copies.standin().standin_hide_modes(2)
         atexit.register(self._end)
         sys.excepthook = self._raised
 
