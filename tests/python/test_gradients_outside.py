@@ -38,24 +38,35 @@ def sgd_of(outside):
 
 @pytest.mark.parametrize("ooms_in", ((0,), (3,), (0, 1, 4)))
 @pytest.mark.parametrize("optimizer_of", (lambda outside: None, sgd_of))
-def test_gradients_of_what_no_optimizer_of_the_step_has_count_once(ooms_in, optimizer_of):
-    """They are added up, or cleared by another optimizer, as in the plain loop."""
+@pytest.mark.parametrize("is_helped", (False, True))
+def test_gradients_of_what_no_optimizer_of_the_step_has_count_once(
+    ooms_in, optimizer_of, is_helped
+):
+    """They are added up, or cleared by another optimizer, as in the plain loop. Also where a
+    function that loss_fn calls names what they are of."""
     got = []
-    assert said(lambda: got.extend(judged(ooms_in, optimizer_of, fails=True))) == []
-    assert same_bits(got, judged(ooms_in, optimizer_of, fails=False))
+    assert said(lambda: got.extend(judged(ooms_in, optimizer_of, True, is_helped))) == []
+    assert same_bits(got, judged(ooms_in, optimizer_of, False, is_helped))
 
 
-def judged(ooms_in, optimizer_of, fails):
+def judged(ooms_in, optimizer_of, fails, is_helped):
     """What a judge beside the model, and a list of scales, hold after some steps, with OOMs, or at
     the sizes that these lead to."""
     model, micro = model_of(), 16
     judge, scales = outside = a_judge()
 
     def loss_fn(model, samples):
+        return judgement(FailsInBackward.apply(model(samples[0]))) + plain(model, samples)
+
+    def judgement(out):
+        return judge(out).square().mean() * scales[0]
+
+    def in_one(model, samples):
         out = FailsInBackward.apply(model(samples[0]))
         return judge(out).square().mean() * scales[0] + plain(model, samples)
 
-    step, optimizer = step_of(model, loss_fn), optimizer_of(outside)
+    step = step_of(model, loss_fn if is_helped else in_one)
+    optimizer = optimizer_of(outside)
     for i in range(5):
         FailsInBackward.left = int(fails and i in ooms_in)
         micro //= 2 if i in ooms_in else 1

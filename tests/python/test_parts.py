@@ -21,7 +21,7 @@ def out_of_memory():
 
 
 def once():
-    """True the first time that next(..., False) is called with it: its state is not looked at."""
+    """True the first time that next(..., False) is called with it."""
     return iter((True,))
 
 
@@ -256,6 +256,146 @@ def test_what_is_not_put_back_is_told_once():
     for name in ("'COUNTER'", "'outs'", "'total'"):
         assert name in one
     assert "expected these lines after the block, under `if part.succeeded:`" in one
+
+
+class Meter:
+    """Deep in what a program has: looks at a name of the block do not come to it."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def update(self, count):
+        self.seen += count
+
+
+METERS = {"loss": [Meter()]}
+
+
+class Trainer:
+    def __init__(self, model, loss_fn):
+        self.model, self.loss_fn = model, loss_fn
+        self.meters = {"loss": Meter()}
+        self.last = [fails_above(loss_fn, 8, "forward")]
+
+    def loss(self, samples, counts):
+        if counts:
+            self.meters["loss"].update(len(samples[0]))
+        return self.last[0](self.model, samples)
+
+
+def with_a_global(trainer, samples, counts):
+    if counts:
+        METERS["loss"][0].update(len(samples[0]))
+    return trainer.last[0](trainer.model, samples)
+
+
+def with_a_closure():
+    seen = {"n": torch.zeros(())}
+
+    def loss(trainer, samples, counts):
+        if counts:
+            seen["n"] += len(samples[0])
+        return trainer.last[0](trainer.model, samples)
+
+    return loss
+
+
+WAYS = {
+    "global": (with_a_global, "METERS['loss'][0].seen"),
+    "closure": (with_a_closure(), "'seen'"),
+    "method": (Trainer.loss, "meters['loss'].seen"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_step", (0, 1, 5))
+@pytest.mark.parametrize("counts", (True, False))
+def test_what_functions_of_the_block_change_is_told_and_what_comes_later_is_not(
+    way, in_step, counts
+):
+    """A meter below the block, and one after the backward pass, count each sample once."""
+    model, batch, loss_fn, backward = make_backward()
+    trainer, (loss_of, name) = Trainer(model, loss_fn), WAYS[way]
+    below, after, every = Meter(), {"meters": [Meter()]}, {"meters": [Meter()]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(in_step + 3):
+            trainer.last = [fails_above(loss_fn, 8 if i >= in_step else 16, "forward")]
+            for part in backward.parts(batch):
+                with part as samples:
+                    loss = loss_of(trainer, samples, counts)
+                    part.backward(loss)
+                    after["meters"][0].update(part.count)
+                every["meters"][0].update(1)
+                if part.succeeded:
+                    below.update(part.count)
+    texts = [str(w.message) for w in caught if "is not put back" in str(w.message)]
+    assert backward.report.micro == 8 and len(texts) == counts
+    assert not counts or name in texts[0]
+    assert below.seen == after["meters"][0].seen == 16 * (in_step + 3)
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Where `left` calls are over: when the gradients of what comes after it are there."""
+
+    __module__ = "torch"  # it is not looked at, and may count
+    left = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        FailsInBackward.left -= 1
+        if FailsInBackward.left == 0:
+            out_of_memory()
+        return gradient
+
+
+@pytest.mark.parametrize("is_helped", (False, True))
+def test_gradients_of_another_network_of_the_loop_count_once(is_helped):
+    """Its optimizer stands in the loop too, as that of a head or of a discriminator does."""
+
+    def train(fails):
+        torch.manual_seed(0)
+        body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+        ours, other = (torch.optim.SGD(each.parameters(), 0.1) for each in (body, head))
+        options = {} if fails else {"micro_start": 8}
+        backward = rebatch.Backward(body, log_level="quiet", growth=False, **options)
+
+        def helped(x):
+            return head(FailsInBackward.apply(body(x)))
+
+        FailsInBackward.left = int(fails)
+        for _ in range(3):
+            for part in backward.parts(torch.randn(16, 8)):
+                with part as x:
+                    out = helped(x) if is_helped else head(FailsInBackward.apply(body(x)))
+                    part.backward(out.square().mean())
+            for optimizer in (ours, other):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert backward.report.micro == 8
+        return [*body.parameters(), *head.parameters()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same_bits(train(True), train(False))
+
+
+def test_nothing_is_told_of_what_a_backward_pass_on_a_cpu_has_not_come_to():
+    """PyTorch holds its nodes, with the samples, until another pass runs."""
+    model = torch.nn.Linear(8, 1)
+    backward = rebatch.Backward(model, log_level="quiet", growth=False)
+    FailsInBackward.left = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in backward.parts((torch.randn(16, 8), torch.randn(16, 1))):
+            with part as (x, y):
+                one, two = FailsInBackward.apply(model(x)), FailsInBackward.apply(model(x * y))
+                part.backward((one + two - y).square().mean())
+    assert backward.report.ooms == 1
 
 
 def test_tensors_that_others_hold_are_told():

@@ -162,8 +162,9 @@ class Callbacks:
         self._own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
         if is_training and self._looks_outside:
             self._looks_outside -= 1
-            own = set(map(id, self._trained))
-            self.outside = leaves_outside(running.program.functions_that_run(), own)
+            own, block = set(map(id, self._trained)), running.told.block
+            places = block.places() if block else ()
+            self.outside = leaves_outside(running.program.functions_that_run(), own, places)
         running.told.apart = self._trained, self.outside
 
     def _refuse_local(self) -> None:

@@ -4,19 +4,21 @@ steps, and the same callbacks but for that one. Must not know what is reported o
 from __future__ import annotations
 
 import ctypes as C
+import re
 import sys
 import types
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Generator, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Generator, Iterator, List, Optional, Set, Tuple
 
 import torch
 
 from rebatch import _library as c
 from rebatch._library import lib
-from rebatch._user_code import user_stacklevel
+from rebatch._user_code import is_own, user_stacklevel
 from rebatch.torch.allocator import phases
-from rebatch.torch.undo.block_names import BlockNames
+from rebatch.torch.undo.block_names import BlockNames, named_in
+from rebatch.torch.undo.places import Place
 
 if TYPE_CHECKING:
     from rebatch.torch.core.training import Training
@@ -32,6 +34,14 @@ def _frame_of_program() -> types.FrameType:
     return frame
 
 
+def _frame_of_loop() -> Optional[types.FrameType]:
+    """Of the program, which takes parts from a generator of this package, by others or not."""
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    while frame and not is_own(str(frame.f_globals.get("__name__")).split(".")[0]):
+        frame = frame.f_back
+    return frame
+
+
 class Part:
     """Samples of a batch, for a block of the program, which gets them: `with part as samples:`.
 
@@ -41,7 +51,7 @@ class Part:
 
     def __init__(self, parts: Parts, first: int, count: int, samples: Any):
         self.first, self.count, self._samples = first, count, samples
-        self.succeeded = False
+        self.succeeded = self.goes_backward = False
         self._parts = parts
         self._names: Optional[BlockNames] = None  # while the block runs
         self._loss: Optional[torch.Tensor] = None  # weighted
@@ -60,7 +70,10 @@ class Part:
                 "rebatch: part.backward() was called twice in a block: expected one call, with the "
                 "sum of the losses"
             )
+        self.goes_backward = True
         self._loss = self._parts.callbacks.backward_of_block(loss, self.first, self.count)
+        self._parts.told.ran()
+        self.goes_backward = False
 
     def __enter__(self) -> Any:
         if self._names or self._is_over:
@@ -86,7 +99,7 @@ class Part:
             parts.succeeded(self, self._loss, names)
             return False
         self._loss = None
-        if parts.failed(error, self._begun, names):
+        if parts.failed(self, error, self._begun, names):
             return True
         if is_silent:
             raise error
@@ -102,12 +115,16 @@ class Parts:
 
     def __init__(self, training: Training):
         self._training, self.callbacks = training, training.callbacks
+        self.told = training.running.told
         self.session = training.open()
         self._status = int(c.Status.OK)  # of the part that ran last
         self._live = 0  # in use before it
         self._batch_names: Optional[BlockNames] = None  # where the first block begins
         self._failed_names: Optional[BlockNames] = None  # of the block that ran out of memory
         self._names: Optional[BlockNames] = None  # where the last one began, which succeeded
+        self._frame: Optional[types.FrameType] = None  # of the program, whose loop it is
+        self._looked: Optional[BlockNames] = None  # when `told` looked at what they name
+        self._assigned: Set[str] = set()  # names, since then or since an earlier look
         self._is_closed = False  # by the error of a block
 
     def loop(self, batch: Any) -> Iterator[Part]:
@@ -116,6 +133,13 @@ class Parts:
         return loop
 
     def _loop(self, batch: Any) -> Generator[Part, None, None]:
+        self._frame, self.told.block = _frame_of_loop(), self
+        try:
+            yield from self._batch(batch)
+        finally:
+            self._batch_names = self._looked = self._frame = self.told.block = None
+
+    def _batch(self, batch: Any) -> Iterator[Part]:
         training, session, filled = self._training, self.session, c.StepReport()
         with training.batch_runs(session, batch):
             ops = c.StepOps.from_buffer_copy(self.callbacks.ops)
@@ -132,7 +156,6 @@ class Parts:
                 raise
             finally:
                 status = session.enter(lib.rebatch_step_end, C.byref(filled))
-                self._batch_names = None
             training.note_call(session, status, filled)
 
     def _run(self, status: int) -> Iterator[Part]:
@@ -141,7 +164,7 @@ class Parts:
         while mb:
             first, count = mb[0].first, mb[0].count
             if first < accumulated and self._batch_names:  # the batch runs again
-                self._tell(self._batch_names.put_back() or self._batch_names.still_held())
+                self.tell(self._batch_names.put_back() or self._batch_names.still_held())
                 accumulated = 0
             part = self._open(first, count)
             if part is not None:
@@ -154,7 +177,7 @@ class Parts:
             if self._status == c.Status.OOM:
                 session.collect(self._live)  # here, where no exception is being handled
                 failed, self._failed_names = self._failed_names, None
-                self._tell(failed.still_held() if failed else [])
+                self.tell(failed.still_held() if failed else [])
             mb = session.enter(
                 lib.rebatch_step_next, c.Status.E_USER if session.error else self._status
             )
@@ -163,32 +186,42 @@ class Parts:
         """None: `_status` says why there is no block."""
         found: List[Tuple[int, Any]] = []
         self._status = self.session.run(self.callbacks.begin_block, first, count, found.append)
+        self._looked = self._names_in(self._frame) if self.told.is_looking and self._frame else None
         return Part(self, first, *found[0]) if found else None
 
     # ---- a block ----
 
-    def names_in(self, frame: types.FrameType) -> BlockNames:
+    def _names_in(self, frame: types.FrameType) -> BlockNames:
         running = self._training.running
-        known = running.undo.handled() | running.program.handled()
-        names = BlockNames(frame, known)
+        return BlockNames(frame, running.undo.handled() | running.program.handled())
+
+    def names_in(self, frame: types.FrameType) -> BlockNames:
+        names = self._names_in(frame)
         if self._batch_names is None:
             self._batch_names = names
         return names
 
     def succeeded(self, part: Part, loss: Any, names: BlockNames) -> None:
         self._names = names
+        self._note_assigned()
         end = self.callbacks.end_block
         self._status = self.session.run(end, loss, part.first, part.count)
         part.succeeded = self._status == c.Status.OK
 
-    def failed(self, error: BaseException, begun: Tuple[int, int], names: BlockNames) -> bool:
+    def failed(
+        self, part: Part, error: BaseException, begun: Tuple[int, int], names: BlockNames
+    ) -> bool:
         """Whether memory ran out, so that the samples come again. Else the batch is over."""
         self.callbacks.put_back()
         self._live, _ = begun
         self._status = self.session.status_of(error, begun)
         if self._status == c.Status.OOM:
-            self._tell(names.put_back())
-            self._failed_names = names
+            self._note_assigned()
+            self.told.ran(has_failed=True)
+            self.tell(names.put_back())
+            # On a CPU PyTorch holds what a backward pass has not come to, until the next one.
+            is_held = part.goes_backward and self._training.program.device.type == "cpu"
+            self._failed_names = None if is_held else names
             return True
         self._is_closed, self.session.error = True, None  # it comes out of the block
         loop = self._loop_of()
@@ -196,7 +229,21 @@ class Parts:
             loop.close()
         return False
 
-    def _tell(self, names: List[str]) -> None:
+    # ---- what blocks change, and is not put back ----
+
+    def places(self) -> Iterator[Place]:
+        """What the blocks name."""
+        return named_in(self._frame) if self._frame else iter(())
+
+    def _note_assigned(self) -> None:
+        looked, self._looked = self._looked, None
+        self._assigned |= looked.assigned() if looked else set()
+
+    def not_assigned(self, names: List[str]) -> List[str]:
+        """But for variables that blocks assign: these are put back."""
+        return [name for name in names if re.split(r"[.[]", name)[0] not in self._assigned]
+
+    def tell(self, names: List[str]) -> None:
         if not names or self._training.has_told_parts:
             return
         self._training.has_told_parts = True

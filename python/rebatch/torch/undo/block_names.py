@@ -17,6 +17,7 @@ import torch
 
 from rebatch._user_code import is_object
 from rebatch.torch.undo.contents import ATOMS, attributes_of, is_container
+from rebatch.torch.undo.places import Place, globals_in, place_of
 
 _SMALL_BYTES = 4096  # of tensors without a graph, which are kept
 _MOST = 64  # entries of a container in which tensors are looked for, and attributes of an object
@@ -78,6 +79,16 @@ def _variables_of(frame: types.FrameType) -> Dict[str, Any]:
     return values
 
 
+def named_in(frame: types.FrameType) -> Iterator[Place]:
+    """Variables of a function, and those of its file that it names."""
+    names, globals_ = globals_in(frame.f_code), frame.f_globals
+    own = {} if frame.f_locals is globals_ else _variables_of(frame)
+    for name, value in own.items():
+        yield place_of(name, value)
+    for name in sorted(names & globals_.keys() - own.keys()):
+        yield Place(name, globals_, name)
+
+
 def _assign(frame: types.FrameType, changed: Dict[str, Any]) -> None:
     there = frame.f_locals
     there.update(changed)
@@ -101,6 +112,11 @@ class BlockNames:
                 self._tokens[name] = id(value), _token(value)
         self._marks = self._older_marks()
         self._assigned: List[Tuple[str, Any]] = []  # tensors of the block that failed
+
+    def assigned(self) -> Set[str]:
+        """Names of values that are others."""
+        values = _variables_of(self._frame)
+        return {name for name, value in values.items() if not self._is_same(name, value)}
 
     def _is_same(self, name: str, value: Any) -> bool:
         """Whether it has the value that it had."""

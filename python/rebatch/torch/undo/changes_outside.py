@@ -20,7 +20,19 @@ import pickle
 import types
 import warnings
 from collections.abc import Iterator as AnyIterator
-from typing import AbstractSet, Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import (
+    AbstractSet,
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Optional,
+    Protocol,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 
@@ -262,6 +274,19 @@ def _is_length(key: Any) -> bool:
     return isinstance(key, tuple) and key[1] == "length"
 
 
+class Block(Protocol):
+    """Of the program, that runs in place of a function."""
+
+    def places(self) -> Iterable[Place]:
+        """What it names."""
+
+    def not_assigned(self, names: List[str]) -> List[str]:
+        """But for variables that it has assigned."""
+
+    def tell(self, names: List[str]) -> None:
+        """What it changes."""
+
+
 class Told:
     """A guard that puts nothing back. `functions` gives those that run in a micro-batch, `known`
     the ids of what is put back, `name` what users call the function, and `modules` the model's."""
@@ -276,6 +301,8 @@ class Told:
     ):
         self._functions, self._known, self._name, self._advice = functions, known, name, advice
         self._modules = modules
+        self.block: Optional[Block] = None  # of the program, that runs in place of a function
+        self._ran: Optional[Marks] = None  # the end of what of an attempt may fail
         self.apart: Sequence[Sequence[torch.Tensor]] = ()  # whose gradients are kept apart
         self._is_due = self.is_done = False
         self._left = _LOOKS + 1  # steps in which attempts are looked at before an OOM, and this one
@@ -297,7 +324,7 @@ class Told:
         """Of an attempt."""
         if self._hook:
             self._hook.remove()
-        self._before = self._hook = None
+        self._before = self._hook = self._ran = None
 
     def save(self, point: int) -> None:
         if point != GuardPoint.ATTEMPT or self.is_done:
@@ -312,17 +339,27 @@ class Told:
 
     def restore(self, point: int) -> None:
         if self._before and not self.is_done:
-            before, now = self._before, self._marks()
+            before, now = self._before, self._ran or self._marks()
             self._found += [name for name in changed_in(before, now) if _is_lost(name, before, now)]
         self._end()
         self._is_due = not self.is_done
+
+    @property
+    def is_looking(self) -> bool:
+        """For what the attempt that runs changes."""
+        return self._before is not None
+
+    def ran(self, has_failed: bool = False) -> None:
+        """What of an attempt can fail: what the program changes from now on is no part of it."""
+        if self._before and (self._is_due or has_failed):
+            self._ran = self._marks()
 
     def succeeded(self) -> None:
         """An attempt has: warn of what it changed, if it ran after one that failed."""
         if not (self._is_due and self._before):
             self._end()
             return
-        before, now, found = self._before, self._marks(), self._found
+        before, now, found = self._before, self._ran or self._marks(), self._found
         changed = changed_in(before, now)
         if self._last:
             back = self._moved.difference(changed)
@@ -332,9 +369,10 @@ class Told:
         of_gradients = [_GRADIENTS + name for name in changed]  # which that says already
         names = [name for name in dict.fromkeys(found + changed) if name not in of_gradients]
         names = [name for name in names if not is_within(name, names)]
+        names = self.block.not_assigned(names) if self.block else names
         if names:
             self.is_done, self._last = True, None
-            self._warn(names)
+            (self.block.tell if self.block else self._warn)(names)
 
     def _look(self) -> None:
         self._ids = self._known()
@@ -342,7 +380,8 @@ class Told:
 
     def _marks(self) -> Marks:
         apart = {id(p) for tensors in self.apart for p in tensors}
-        return Marks(self._functions(), self._modules(), self._ids, apart)
+        places = self.block.places() if self.block else ()
+        return Marks(self._functions(), self._modules(), self._ids, apart, places=places)
 
     def _watch(self) -> None:
         """Look within the attempt too, before modules run."""

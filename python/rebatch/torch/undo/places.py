@@ -144,7 +144,7 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _globals_in(code: types.CodeType) -> FrozenSet[str]:
+def globals_in(code: types.CodeType) -> FrozenSet[str]:
     """The names of variables that are none of a function: one of an attribute may be the same."""
     return frozenset(
         it.argval
@@ -231,7 +231,7 @@ def _named_by(function: Any) -> Iterator[Place]:
     for value in defaults:
         yield place_of(f"a default of {function.__name__}()", value)
     variables = function.__globals__
-    for name in sorted(_globals_in(code) & variables.keys()):
+    for name in sorted(globals_in(code) & variables.keys()):
         yield Place(name, variables, name)
     for name in sorted(_imports_in(code)):
         yield from _imported(name, variables)
