@@ -2,7 +2,6 @@
 the cut, is silent for one that does not, and leaves the training as it was."""
 
 import copy
-import gc
 import itertools
 import random
 import threading
@@ -758,86 +757,3 @@ def test_the_samples_of_a_batch_that_differ_most_are_compared():
     step = rebatch.Step(model, sgd(model), class_weights, micro_start=8, growth=False)
     (text,) = warned(lambda: [step(batch) for _ in range(3)])
     assert "58" in text.split("the loss of samples ")[1].split(" is ")[0]
-
-
-def test_a_comparison_leaves_what_lies_deep_in_containers():
-    """Sets stay sets, and tensors at any depth, in variables of the program too, as they were."""
-    model, batch, its_loss = make("mlp")
-    model.deep = {"a": [{"b": ({"sum": torch.zeros(())}, {1})}]}
-    outside = {"rows": [[{"sum": torch.zeros(())}]], "seen": [{0}]}
-
-    def loss_fn(model, samples):
-        sums, seen = model.deep["a"][0]["b"]
-        sums["sum"] += 1
-        seen.add(len(seen) + 1)
-        outside["rows"][0][0]["sum"] += 1
-        outside["seen"][0].add(len(outside["seen"][0]))
-        return its_loss(model, samples)
-
-    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, log_level="quiet")
-    for _ in range(3):
-        step(batch)
-    sums, seen = model.deep["a"][0]["b"]
-    assert sums["sum"] == 12 and seen == set(range(1, 14))
-    assert outside["rows"][0][0]["sum"] == 12 and outside["seen"][0] == set(range(13))
-
-
-class Slotted:
-    __slots__ = ("seen",)
-
-    def __init__(self):
-        self.seen = 0
-
-
-class Meters:
-    total = 0
-
-    def __init__(self):
-        self.own, self.parts = Slotted(), {"loss": [Slotted()]}
-
-    def loss(self, model, samples):
-        count = len(samples[0])
-        self.own.seen += count
-        self.parts["loss"][0].seen += count
-        Meters.total += count
-        return ((model(samples[0]) - samples[1]) ** 2).mean()
-
-
-def test_a_comparison_leaves_slots_classes_and_objects_deep_in_objects():
-    """Also of the object whose method loss_fn is."""
-    model, batch, _ = make("mlp")
-    meters, slotted, Meters.total = Meters(), Slotted(), 0
-
-    def loss_fn(model, samples):
-        slotted.seen += len(samples[0])
-        Meters.total += 0
-        return meters.loss(model, samples)
-
-    for function in (loss_fn, meters.loss):
-        options = {"micro_start": 8, "growth": False, "log_level": "quiet"}
-        step = rebatch.Step(model, sgd(model), function, **options)
-        for _ in range(3):
-            step(batch)
-    assert slotted.seen == 3 * 16 and Meters.total == 6 * 16
-    assert [meters.own.seen, meters.parts["loss"][0].seen] == [6 * 16, 6 * 16]
-
-
-def test_a_comparison_leaves_no_graph_of_autograd():
-    """A result that the backward pass does not come to, as what is logged, keeps itself."""
-
-    def nodes(model):
-        return [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
-
-    def loss_fn(model, samples):
-        predicted = model(samples[0])
-        predicted.max()
-        for node in nodes(model):
-            node.metadata["of a pass"] = True
-        return ((predicted - samples[1]) ** 2).mean()
-
-    model, batch, _ = make("mlp")
-    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=8, growth=False)
-    for _ in range(5):
-        step(batch)
-    gc.collect()
-    assert not any("of a pass" in node.metadata for node in nodes(model))

@@ -6,26 +6,32 @@ and the variables of the program that loss_fn reads or writes."""
 from __future__ import annotations
 
 import collections
-from typing import Any, Dict, Iterable, Iterator, List, Tuple
+import types
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
 from rebatch._library import GuardPoint
 from rebatch._user_code import is_object
 from rebatch.torch.batches.cut import batch_tensors
-from rebatch.torch.batches.kinds import are_same
+from rebatch.torch.batches.kinds import are_same, is_array
 from rebatch.torch.program.program import Running
+from rebatch.torch.undo.changes_outside import Marks
 from rebatch.torch.undo.contents import ATOMS, contents_of, is_container, is_data
 from rebatch.torch.undo.copies import copy_of, put_back
 from rebatch.torch.undo.generators import is_generator, is_same_state
 from rebatch.torch.undo.module_tree import Tree
-from rebatch.torch.undo.places import Place, Saved, attributes, inside, place_of, variables_of
+from rebatch.torch.undo.places import Place, Saved, inside, named_by, place_of, variables_of
+from rebatch.torch.undo.places import attributes as attributes_at
 from rebatch.torch.undo.undo import Undo
 
 _ATOMS: Tuple[Any, ...] = tuple(ATOMS)
+_TRAINED = ("parameter", "gradient")
+_SMALL_BYTES = 1 << 20
 # Longer containers are data sets rather than counters.
 _LONGEST = 1000
 
+Copies = Dict[int, Tuple[torch.Tensor, Optional[torch.Tensor]]]  # by id
 Changes = Dict[Tuple[str, str], Any]  # by kind and name
 
 
@@ -76,7 +82,7 @@ def _outside(running: Running) -> Iterator[Place]:
     program = running.program
     places = list(variables_of(program.loss_fn))
     for owner in program.owners:
-        places += attributes(type(owner).__name__, owner, vars(owner))
+        places += attributes_at(type(owner).__name__, owner, vars(owner))
     known = set(program.modules.modules())
     for place in places:
         value = place.get()
@@ -99,7 +105,59 @@ def places_of(running: Running) -> List[Place]:
     return [*_of_modules(root), *batch, *_outside(running)]
 
 
+class Reached(Marks):
+    """What can be put back of all that is looked at for what a step changes: variables, what they
+    hold, and small tensors and arrays, in which a program may count."""
+
+    def __init__(self, running: Running):
+        self.places: List[Place] = []
+        self.arrays: List[Tuple[Any, Any]] = []  # of NumPy, with copies
+        program, undo = running.program, running.undo
+        known = undo.handled() | program.handled()
+        super().__init__(program.functions_of_an_attempt(), undo.tree.modules, known)
+        self._saved = Saved(())
+        small = [t for t in self._saved.add(self.places) if t.nbytes <= _SMALL_BYTES]
+        self._copies = {id(t): (t, copy_of(t)) for t in small}
+
+    def put_back(self) -> None:
+        self._saved.put_back()
+        _put_back_contents(self._copies)
+        for array, copy in self.arrays:
+            array[...] = copy
+
+    def _follow(self, function: Any, owner: str = "self") -> None:
+        self.places += named_by(function)
+        if isinstance(function, types.FunctionType):
+            self.places.append(place_of(function.__name__, vars(function)))
+        super()._follow(function, owner)
+
+    def _note_attributes(
+        self, name: str, owner: Any, attributes: Dict[Any, Any], is_part: bool = False
+    ) -> None:
+        if isinstance(owner, (type, types.ModuleType)):
+            self.places += attributes_at(name, owner, attributes)
+        super()._note_attributes(name, owner, attributes, is_part)
+
+    def look_into(self, name: str, value: Any, is_part: bool) -> None:
+        is_new = id(value) not in self._seen and id(value) not in self._known
+        if is_new and isinstance(value, torch.nn.Module):
+            self.places += (p for p in _of_modules(value) if p.kind not in _TRAINED)
+        super().look_into(name, value, is_part)
+
+    def _inside(self, value: Any) -> Any:
+        if is_array(value) and value.nbytes <= self.most_array_bytes and value.flags.writeable:
+            self.arrays.append((value, value.copy()))
+        return super()._inside(value)
+
+
 # ---- the snapshot ----
+
+
+def _put_back_contents(copies: Copies) -> None:
+    """By what they are: BatchNorm and kernels of one's own leave a tensor's version."""
+    for tensor, copy in copies.values():
+        if copy is not None and not are_same(tensor, copy):
+            put_back(tensor, copy)
 
 
 class Snapshot(Saved):
@@ -115,15 +173,15 @@ class Snapshot(Saved):
         tensors = self.add(place for place in each if not is_object(place.get()))
         self.add(place for place in each if is_object(place.get()))
         self._copies = {id(t): (t, copy_of(t)) for t in tensors}
+        self.reached: Optional[Reached] = None  # more that is put back
 
     def restore(self) -> None:
         self._undo.restore(self._point, has_failed=False)
         self._generators.put(self._states)
         self.put_back()
-        for tensor, copy in self._copies.values():
-            # By the contents: BatchNorm and kernels of one's own leave a tensor's version.
-            if copy is not None and not are_same(tensor, copy):
-                put_back(tensor, copy)
+        _put_back_contents(self._copies)
+        if self.reached:
+            self.reached.put_back()
         self._undo.save(self._point)
 
     def changes(self) -> Changes:
@@ -165,5 +223,7 @@ class Snapshot(Saved):
 def snapshot_outside(running: Running) -> Snapshot:
     """Within an attempt: of what it may change in the model, and of what is outside of that and
     small, without parameters and gradients."""
-    places = [p for p in _outside(running) if p.kind not in ("parameter", "gradient")]
-    return Snapshot(running, places, running.undo, GuardPoint.ATTEMPT)
+    places = [p for p in _outside(running) if p.kind not in _TRAINED]
+    snapshot = Snapshot(running, places, running.undo, GuardPoint.ATTEMPT)
+    snapshot.reached = Reached(running)
+    return snapshot

@@ -21,7 +21,7 @@ from rebatch.torch.batches.switched_off import (
     training_modules,
 )
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.training_snapshot import Changes, Snapshot, places_of
+from rebatch.torch.check.training_snapshot import Changes, Reached, Snapshot, places_of
 from rebatch.torch.private import TorchDispatchMode
 from rebatch.torch.program.program import Program, Running
 from rebatch.torch.undo.places import used_by
@@ -135,6 +135,7 @@ class TrialRuns:
         state = Undo((), [*running.undo.state, *optimizers])
         state.begin(())
         state.save(GuardPoint.STEP)
+        self.reached = Reached(running)  # put back at the end: what differs between runs is named
         self._snapshot = Snapshot(running, places_of(running), state, GuardPoint.STEP)
         self.restore = self._snapshot.restore
         self._off = training_modules(modules, BATCH_NORM + DROPOUT)
@@ -268,3 +269,4 @@ def restored(runs: TrialRuns) -> Iterator[None]:
         yield
     finally:
         runs.restore()
+        runs.reached.put_back()
