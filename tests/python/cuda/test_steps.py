@@ -869,32 +869,40 @@ def test_a_state_that_is_carried_in_the_batch_is_cut_along_batch_dim(kind):
 def test_memory_that_others_hold_is_waited_for(holder):
     if holder == "own" and STANDIN is None:
         pytest.skip("the context of a GPU is held outside of the allocators, as others' memory is")
-    gc.collect()
-    torch.cuda.empty_cache()
-    held = torch.cuda.mem_get_info()[0] - 64 * MIB
-    driver, pointer, retries = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), []
-    if holder == "own":
-        kept = torch.empty(held, dtype=torch.uint8, device="cuda")
-    else:
-        kept = None
-        assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(held)) == 0
+    retries, pointer, kept = [], ctypes.c_uint64(), None
+    driver = ctypes.CDLL("libcuda.so.1")
 
     def on_event(text, event):
         if event.kind == _library.EventKind.RETRY:
             retries.append(text)
             if holder == "gives back" and len(retries) == 3:
-                assert driver.cuMemFree_v2(pointer) == 0
+                give_back()
+
+    def give_back():
+        assert driver.cuMemFree_v2(pointer) == 0
+        pointer.value = 0
 
     def loss_fn(model, x):
         torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
         return model(x).square().mean()
 
-    model = torch.nn.Linear(4, 1).cuda()
+    model, x = torch.nn.Linear(4, 1).cuda(), torch.randn(1, 4, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = rebatch.Step(model, optimizer, loss_fn, oom_wait_ms=20, on_event=on_event)
-    with contextlib.nullcontext() if holder == "gives back" else pytest.raises(rebatch.Exhausted):
-        step(torch.randn(1, 4, device="cuda"))
-    assert len(retries) == {"gives back": 3, "keeps": 5, "own": 0}[holder]
-    if holder == "keeps":
-        assert driver.cuMemFree_v2(pointer) == 0
+    step(x)  # loads kernels
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.mem_get_info()[0] - 64 * MIB
+    if holder == "own":
+        kept = torch.empty(held, dtype=torch.uint8, device="cuda")
+    else:
+        assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(held)) == 0
+    try:
+        does_end = holder != "gives back"
+        with pytest.raises(rebatch.Exhausted) if does_end else contextlib.nullcontext():
+            step(x)
+        assert len(retries) == {"gives back": 3, "keeps": 5, "own": 0}[holder]
+    finally:
+        if pointer.value:
+            give_back()
     del kept
