@@ -509,7 +509,9 @@ bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
     const uint64_t moved = moved_pages(pool) - plan->moved;
-    phase->moves = arena && moved <= phase->moved_unplanned / 2 ? 0 : phase->moves + 1;
+    if (!plan->has_woken)
+        phase->moves = arena && moved <= phase->moved_unplanned / 2 ? 0 : phase->moves + 1;
+    plan->has_woken = false;
     if (phase->moves > RBI_PLAN_MOVES_MOST) {
         phase->moves = 0;
         phase->rest = RBI_PLAN_REST_PHASES;

@@ -58,6 +58,7 @@ struct rbi_pool_plan {
     enum rbi_plan_mode mode;
     uint64_t marked; /* the key of the phase that begins with the next allocation; 0: none */
     bool is_on;
+    bool has_woken;   /* since the last arena: the next one is made anew */
     size_t next;      /* the call that comes next */
     uint32_t serial;  /* of the phase that runs: blocks have it, with the number of their call */
     uint64_t marks;   /* so far */

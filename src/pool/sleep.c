@@ -324,8 +324,10 @@ static rebatch_status wake_locked(rebatch_pool *pool)
                          "within limit and headroom, and there are %zu",
                          bytes, room);
     status = rbi_asleep_wake(&pool->vm);
-    if (status == REBATCH_OK)
+    if (status == REBATCH_OK) {
+        pool->plan.has_woken = true;
         set_asleep(pool, false);
+    }
     return status;
 }
 

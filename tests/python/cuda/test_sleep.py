@@ -376,3 +376,28 @@ def test_a_wake_wakes_each_gpu_that_it_can_and_names_the_others(other, failed):
     error, reserved, same = child(script).splitlines()
     assert [f"cuda:{i}" for i in range(2) if f"cuda:{i} cannot wake: " in error] == failed
     assert int(reserved) == (0 if len(failed) == 2 else other) and same == "True True"
+
+
+def test_a_plan_serves_each_step_that_follows_a_sleep():
+    """Where the GPU is behind, each step without one takes fresh memory."""
+    script = (
+        "from torch import nn\n"
+        "import rebatch.torch as rebatch\n"
+        "rebatch.install()\n"
+        "torch.set_default_device('cuda')\n"
+        "layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)\n"
+        "model = nn.Sequential(nn.TransformerEncoder(layer, 6), nn.Linear(256, 16384))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "loss_fn = lambda model, samples: model(samples[0]).log_softmax(-1).mean()\n"
+        "options = dict(log_level='quiet', growth=False)\n"
+        "step = rebatch.Step(model, optimizer, loss_fn, **options)\n"
+        "reserved = []\n"
+        "for _ in range(12):\n"
+        "    torch.cuda.reset_peak_memory_stats()\n"
+        "    step((torch.ones(8, 512, 256),))\n"
+        "    reserved.append(torch.cuda.max_memory_reserved())\n"
+        "    rebatch.sleep()\n"
+        "    rebatch.wake()\n"
+        "print(max(reserved[7:]) <= 1.1 * min(reserved) or reserved)\n"
+    )
+    assert child(script, STANDIN_LATE="1") == "True\n"

@@ -869,18 +869,13 @@ def test_a_state_that_is_carried_in_the_batch_is_cut_along_batch_dim(kind):
 def test_memory_that_others_hold_is_waited_for(holder):
     if holder == "own" and STANDIN is None:
         pytest.skip("the context of a GPU is held outside of the allocators, as others' memory is")
-    retries, pointer, kept = [], ctypes.c_uint64(), None
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver, pointer, retries = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), []
 
     def on_event(text, event):
         if event.kind == _library.EventKind.RETRY:
             retries.append(text)
             if holder == "gives back" and len(retries) == 3:
-                give_back()
-
-    def give_back():
-        assert driver.cuMemFree_v2(pointer) == 0
-        pointer.value = 0
+                assert driver.cuMemFree_v2(pointer) == 0
 
     def loss_fn(model, x):
         torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
@@ -890,19 +885,14 @@ def test_memory_that_others_hold_is_waited_for(holder):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = rebatch.Step(model, optimizer, loss_fn, oom_wait_ms=20, on_event=on_event)
     step(x)  # loads kernels
-    gc.collect()
-    torch.cuda.empty_cache()
+    gc.collect(), torch.cuda.empty_cache()
     held = torch.cuda.mem_get_info()[0] - 64 * MIB
     if holder == "own":
-        kept = torch.empty(held, dtype=torch.uint8, device="cuda")
+        kept = torch.empty(held, dtype=torch.uint8, device="cuda")  # noqa: F841
     else:
         assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(held)) == 0
-    try:
-        does_end = holder != "gives back"
-        with pytest.raises(rebatch.Exhausted) if does_end else contextlib.nullcontext():
-            step(x)
-        assert len(retries) == {"gives back": 3, "keeps": 5, "own": 0}[holder]
-    finally:
-        if pointer.value:
-            give_back()
-    del kept
+    with contextlib.nullcontext() if holder == "gives back" else pytest.raises(rebatch.Exhausted):
+        step(x)
+    if holder == "keeps":
+        assert driver.cuMemFree_v2(pointer) == 0
+    assert len(retries) == {"gives back": 3, "keeps": 5, "own": 0}[holder]
