@@ -533,6 +533,23 @@ def test_the_mixin_runs_training_step_of_another_trainer(tmp_path):
     assert sizes[:3] == [8, 4, 4] and trainer.report.micro == 4
 
 
+def test_a_look_at_how_the_loss_is_divided_counts_nothing(tmp_path):
+    """It runs compute_loss for a sample, by itself, once a batch is cut."""
+    meter = {"rows": 0}
+
+    class Counting(RebatchTrainer):
+        seen, sizes = 0, ()
+
+        def compute_loss(self, model, inputs, *args, **more):
+            self.seen += len(inputs["input_ids"])
+            self.sizes += (len(inputs["input_ids"]),)
+            meter["rows"] += len(inputs["input_ids"])
+            return super().compute_loss(model, inputs, *args, **more)
+
+    trainer = train(tmp_path, seeded(gpt), Counting, step={"micro_start": 4})
+    assert trainer.seen == meter["rows"] == sum(trainer.sizes) == 2 * len(sentences())
+
+
 # ---- rows that belong together ----
 
 

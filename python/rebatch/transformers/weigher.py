@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional
 import torch
 
 from rebatch.torch.batches.cut import Cuts
+from rebatch.torch.check.training_snapshot import Reached
 from rebatch.torch.session.oom import is_oom
 from rebatch.torch.undo.generators import Generators, cuda_devices_of
 
@@ -88,6 +89,7 @@ class Weigher:
         model.eval()  # no dropout; each training_step begins with train()
         generators = Generators(cuda_devices_of([*model.parameters()]), self._generators)
         states, losses = generators.states(), []
+        reached = Reached([trainer.compute_loss], [*model.modules()])  # this is no micro-batch
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for n in items:
                 part = self._cut.part(inputs, best, self._fewest, samples)
@@ -99,6 +101,7 @@ class Weigher:
                     raise
                 finally:
                     generators.put(states)
+                    reached.put_back()
         return losses
 
     def _say_that_it_fails(self, error: Exception) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import types
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -109,15 +109,25 @@ class Reached(Marks):
     """What can be put back of all that is looked at for what a step changes: variables, what they
     hold, and small tensors and arrays, in which a program may count."""
 
-    def __init__(self, running: Running):
+    def __init__(
+        self,
+        functions: Sequence[Any],
+        modules: Sequence[torch.nn.Module],
+        known: AbstractSet[int] = frozenset(),
+    ):
         self.places: List[Place] = []
         self.arrays: List[Tuple[Any, Any]] = []  # of NumPy, with copies
-        program, undo = running.program, running.undo
-        known = undo.handled() | program.handled()
-        super().__init__(program.functions_of_an_attempt(), undo.tree.modules, known)
+        super().__init__(functions, modules, {*known, *map(id, modules)})
         self._saved = Saved(())
         small = [t for t in self._saved.add(self.places) if t.nbytes <= _SMALL_BYTES]
         self._copies = {id(t): (t, copy_of(t)) for t in small}
+
+    @classmethod
+    def by(cls, running: Running) -> Reached:
+        """By what runs in an attempt."""
+        program, undo = running.program, running.undo
+        known = undo.handled() | program.handled()
+        return cls(program.functions_of_an_attempt(), undo.tree.modules, known)
 
     def put_back(self) -> None:
         self._saved.put_back()
@@ -225,5 +235,5 @@ def snapshot_outside(running: Running) -> Snapshot:
     small, without parameters and gradients."""
     places = [p for p in _outside(running) if p.kind not in _TRAINED]
     snapshot = Snapshot(running, places, running.undo, GuardPoint.ATTEMPT)
-    snapshot.reached = Reached(running)
+    snapshot.reached = Reached.by(running)
     return snapshot

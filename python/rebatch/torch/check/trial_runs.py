@@ -135,7 +135,7 @@ class TrialRuns:
         state = Undo((), [*running.undo.state, *optimizers])
         state.begin(())
         state.save(GuardPoint.STEP)
-        self.reached = Reached(running)  # put back at the end: what differs between runs is named
+        self.reached = Reached.by(running)  # between runs what differs is named
         self._snapshot = Snapshot(running, places_of(running), state, GuardPoint.STEP)
         self.restore = self._snapshot.restore
         self._off = training_modules(modules, BATCH_NORM + DROPOUT)
