@@ -173,6 +173,28 @@ def test_a_backward_within_accumulate_is_the_plain_loop(options):
     assert same_bits(cut, begun_small)
 
 
+@pytest.mark.parametrize("uses_parts", (False, True))
+@pytest.mark.parametrize("iterations", (1, 2))
+def test_a_backward_within_accumulate_that_nothing_divides_is_told_once(uses_parts, iterations):
+    """It would add gradients that are twice as large."""
+    accelerator, batch, model, optimizer, _ = prepared(gradient_accumulation_steps=iterations)
+    backward = rebatch.Backward(model, regression_loss, log_level="quiet")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                if uses_parts:
+                    for part in backward.parts(batch):
+                        with part as samples:
+                            part.backward(regression_loss(model, samples))
+                else:
+                    backward(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+    texts = [str(w.message) for w in caught if "backward=accelerator.backward" in str(w.message)]
+    assert len(texts) == iterations - 1
+
+
 # ---- an optimizer that skips, whoever wraps it ----
 
 

@@ -1,8 +1,10 @@
 """What a loop does once more, or too late, whose Step has done it already: optimizer.step(),
-scheduler.step(), clipping. And what an optimizer does not do that a Step asks it to."""
+scheduler.step(), clipping. And what an optimizer does not do that a Step asks it to, or a Backward
+that the loop asks for another backward()."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from typing import Any, Callable, Iterable, Iterator, MutableMapping, Optional
@@ -228,3 +230,19 @@ def warn_of_clipping() -> None:
         RuntimeWarning,
         stacklevel=user_stacklevel(),
     )
+
+
+def warn_of_accumulation() -> bool:
+    """Where a Backward that goes backward by itself was called within accelerate's accumulate().
+    Returns whether it was."""
+    kind = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    if getattr(kind, "_shared_state", {}).get("sync_gradients", True):
+        return False
+    warnings.warn(
+        "rebatch: backward(batch) was called within accelerate's accumulate(), and nothing divides "
+        "its loss by the number of iterations, as accelerator.backward() does: expected "
+        "Backward(model, loss_fn, backward=accelerator.backward), unless loss_fn divides",
+        RuntimeWarning,
+        stacklevel=user_stacklevel(),
+    )
+    return True

@@ -26,6 +26,7 @@ import torch
 
 from rebatch.torch.undo.contents import is_same_dict
 from rebatch.torch.undo.module_tree import unique
+from rebatch.torch.update.double_updates import warn_of_accumulation
 from rebatch.torch.update.first_memory import (
     first_kept_bytes,
     first_update_bytes,
@@ -163,6 +164,7 @@ class Passes:
         self.may_keep_graph = self.scales is None and backward is not None
         self.functions = [backward] if self.may_keep_graph else []  # of the program
         self._backward: Callable[[torch.Tensor], Any] = backward or torch.Tensor.backward
+        self._has_told_accumulation = False
 
     # ---- what an attempt changes ----
 
@@ -253,6 +255,8 @@ class Passes:
 
     def begin(self) -> None:
         """A batch begins."""
+        if self._backward is torch.Tensor.backward and not self._has_told_accumulation:
+            self._has_told_accumulation = warn_of_accumulation()
 
     def zero_grad(self) -> None:
         """Before its first pass, and before the first one again."""
