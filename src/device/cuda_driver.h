@@ -91,6 +91,8 @@ struct cu_access {
       (int *fd, unsigned long long physical, int type, unsigned long long flags))                  \
     X(import_handle, cuMemImportFromShareableHandle,                                               \
       (unsigned long long *physical, void *fd, int type))                                          \
+    X(host_register, cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned flags))           \
+    X(host_unregister, cuMemHostUnregister, (void *memory))                                        \
     X(begin_capture, cuStreamBeginCapture_v2, (cu_stream stream, int mode))                        \
     X(end_capture, cuStreamEndCapture, (cu_stream stream, cu_graph * out))                         \
     X(graph_instantiate, cuGraphInstantiateWithFlags,                                              \

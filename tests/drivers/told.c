@@ -65,6 +65,9 @@ CALL(cuCtxSynchronize, (void), (void)0, " ")
 CALL(cuMemGetInfo_v2, (size_t * free_bytes, size_t *total), *free_bytes = 3000; *total = 4000, " ")
 CALL(cuMemAlloc_v2, (cu_pointer * out, size_t bytes), *out = 0x5000, " %zu", bytes)
 CALL(cuMemFree_v2, (cu_pointer memory), (void)0, " %#llx", memory)
+CALL(cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned flags), (void)memory, " %zu %u",
+     bytes, flags)
+CALL(cuMemHostUnregister, (void *memory), (void)memory, " ")
 CALL(cuMemHostAlloc, (void **out, size_t bytes, unsigned flags), *out = (void *)0x6000, " %zu %u",
      bytes, flags)
 CALL(cuMemFreeHost, (void *memory), (void)0, " %#llx", NUMBER(memory))

@@ -532,6 +532,8 @@ def test_a_parameter_that_has_grown_has_another_sum():
 
 @pytest.mark.parametrize("fail_at", (1, 4, 9, 14))
 def test_an_oom_beside_the_graphs_drops_them_before_the_micro_batch_is_halved(fail_at):
+    if models.DEVICE.type != "cpu" and fail_at > 4:
+        pytest.skip("a replay has no operations, so this one is of the update")
     run, other = (Run("conv", graphs, micro_start=8, on_oom="fit") for graphs in (True, False))
     for each in (run, other):
         each.steps(6)

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
@@ -499,6 +500,48 @@ Test(device_driver, each_call_may_fail)
         }
         (void)call_all(device, i);
     }
+    rebatch_device_close(device);
+}
+
+static bool is_mapped(char *memory)
+{
+    unsigned char is_there;
+    return mincore(memory, 4096, &is_there) == 0;
+}
+
+/* But where the GPU has it at another address. */
+Test(device_driver, large_pinned_memory_is_mapped_and_registered)
+{
+    enum { SAME_ADDRESS = 91 };
+    const size_t bytes = PAGE + 100;
+    rebatch_device *const device = open_told(NULL);
+    char *memory, expected[96];
+    told_log[0] = '\0';
+    cr_assert_eq(rebatch_pinned_alloc((void **)&memory, device, bytes), REBATCH_OK);
+    cr_assert_eq(rebatch_pinned_free(device, memory, bytes), REBATCH_OK);
+    (void)snprintf(expected, sizeof expected,
+                   "DeviceGetAttribute 91 100\nMemHostAlloc %zu 3\n"
+                   "DeviceGetAttribute 91 100\nMemFreeHost 0x6000\n",
+                   bytes);
+    expect_told(expected);
+    ((int *)dlsym(told, "driver_attributes"))[SAME_ADDRESS] = 1;
+    cr_assert_eq(rebatch_pinned_alloc((void **)&memory, device, bytes), REBATCH_OK);
+    cr_assert_eq((uintptr_t)memory % PAGE, 0);
+    memory[0] = memory[bytes - 1] = 1;
+    (void)snprintf(expected, sizeof expected,
+                   "DeviceGetAttribute 91 100\nMemHostRegister_v2 %zu 3\n", bytes);
+    expect_told(expected);
+    cr_assert_eq(rebatch_pinned_free(device, memory, bytes), REBATCH_OK);
+    expect_told("DeviceGetAttribute 91 100\nMemHostUnregister \n");
+    cr_assert_not(is_mapped(memory));
+    cr_assert_eq(rebatch_pinned_alloc((void **)&memory, device, SIZE_MAX), REBATCH_E_HOST_OOM);
+    cr_assert_null(memory);
+    (void)strcpy(dlsym(told, "driver_fails"), "cuMemHostRegister_v2");
+    set_variable(told, "driver_code", 2);
+    cr_assert_eq(rebatch_pinned_alloc((void **)&memory, device, bytes), REBATCH_E_HOST_OOM);
+    cr_assert_null(memory);
+    set_variable(told, "driver_code", 999);
+    cr_assert_eq(rebatch_pinned_alloc((void **)&memory, device, bytes), REBATCH_E_DEVICE);
     rebatch_device_close(device);
 }
 

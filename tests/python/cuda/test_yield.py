@@ -276,7 +276,7 @@ def test_the_example_of_a_server_has_its_memory_while_the_trainer_sleeps(shared)
     )
     assert done.returncode == 0, done.stderr
     few = subprocess.run(
-        [*command, "--cache", "400"], capture_output=True, text=True, env=environment
+        [*command, "--cache", "1000000"], capture_output=True, text=True, env=environment
     )
     assert few.returncode == 1 and few.stderr.endswith("the server has ended: no answer came\n")
     gave = [int(line.split("gave ")[1].split()[0]) for line in done.stdout.splitlines()]
