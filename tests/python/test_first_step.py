@@ -2,6 +2,7 @@
 and what is asked for it."""
 
 import gc
+import re
 import time
 import warnings
 
@@ -101,10 +102,25 @@ def steps_before(backward, optimizer, batch):
     optimizer.step()
     backward(batch)
     optimizer.step()
+    optimizer.zero_grad()
+
+
+def decays(backward, optimizer, batch):
+    """A momentum that is kept in the gradients themselves."""
+    backward(batch)
+    optimizer.step()
+    for p in backward.model.parameters():
+        p.grad.mul_(0.9)
+
+
+def zeros(backward, optimizer, batch):
+    backward(batch)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
 
 
 @pytest.mark.parametrize(
-    "loop", [accumulates, clips, scales, looks_only, has_closure, steps_before]
+    "loop", [accumulates, clips, scales, looks_only, has_closure, steps_before, decays, zeros]
 )
 def test_loops_that_train_are_not_told(loop):
     model, optimizer, backward, batch = training()
@@ -112,6 +128,73 @@ def test_loops_that_train_are_not_told(loop):
         warnings.simplefilter("error")
         for _ in range(2):
             loop(backward, optimizer, batch)
+
+
+KEPT = "gradients that SGD.step\\(\\) has applied are still there.*expected zero_grad\\(\\) before"
+
+
+def in_the_block(backward, optimizer, batch):
+    for part in backward.parts(batch):
+        with part as samples:
+            optimizer.zero_grad()
+            part.backward(backward.loss_fn(backward.model, samples))
+
+
+def before_the_block(backward, optimizer, batch):
+    for part in backward.parts(batch):
+        optimizer.zero_grad()
+        with part as samples:
+            part.backward(backward.loss_fn(backward.model, samples))
+
+
+def nowhere(backward, optimizer, batch):
+    backward(batch)
+
+
+@pytest.mark.parametrize("micro", (4, 8))
+@pytest.mark.parametrize("clears", (in_the_block, before_the_block, nowhere))
+def test_gradients_that_no_line_clears_are_told_once(clears, micro):
+    """zero_grad() within a batch finds none: those of before it are kept apart."""
+    model, optimizer, backward, batch = training(micro_start=micro, log_level="quiet")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            clears(backward, optimizer, batch)
+            optimizer.step()
+    (text,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert re.search(KEPT, text)
+
+
+@pytest.mark.parametrize("micro", (4, 8))
+@pytest.mark.parametrize("uses_parts", (False, True))
+def test_a_step_in_the_midst_of_a_batch_is_refused_before_it_changes_anything(uses_parts, micro):
+    """Of an optimizer of the model; that of another network is the program's."""
+    model, optimizer, backward, batch = training(micro_start=micro, log_level="quiet")
+    other = torch.nn.Linear(4, 1)
+    others = torch.optim.SGD(other.parameters(), 0.1)
+    plain, before = backward.loss_fn, model.weight.clone()
+
+    def loss_fn(model, samples):
+        others.step()
+        loss = plain(model, samples)
+        optimizer.step()
+        return loss
+
+    backward.loss_fn = loss_fn
+    with pytest.raises(ValueError, match=r"SGD.step\(\) was called within a loss_fn or a block"):
+        if uses_parts:
+            for part in backward.parts(batch):
+                with part as samples:
+                    part.backward(plain(model, samples))
+                    others.step()
+                    optimizer.step()
+        else:
+            backward(batch)
+    assert torch.equal(before, model.weight) and model.weight.grad is None
+    backward.loss_fn = plain
+    backward(batch)
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
 
 
 def test_two_optimizers_of_a_model_are_told_apart():

@@ -197,7 +197,8 @@ class Callbacks:
             self.accumulators.are_lent = self._others.are_lent = False
         if bool(self.ops.part) is not self._running.are_several:
             self.ops.part = self._part if self._running.are_several else type(self._part)()
-        self.accumulators.keep_earlier(self._kept)
+        if self.accumulators.keep_earlier(self._kept):
+            self._update.note_earlier()
         if self.outside:
             self._others.keep_earlier(self.outside)
 

@@ -17,6 +17,8 @@ from rebatch import _library as c
 from rebatch._library import lib
 from rebatch._user_code import is_own, user_stacklevel
 from rebatch.torch.allocator import phases
+from rebatch.torch.program.program import refuse_update_in_loss_fn
+from rebatch.torch.session.threads import attempt
 from rebatch.torch.undo.block_names import BlockNames, named_in
 from rebatch.torch.undo.places import Place
 
@@ -80,12 +82,14 @@ class Part:
             raise RuntimeError("rebatch: a part was entered twice: expected " + _LOOP)
         self._names = self._parts.names_in(_frame_of_program())
         self._begun = self._parts.session.figures()
+        attempt.runs = True
         phases.marked_by_session.__enter__()
         samples, self._samples = self._samples, None
         return samples
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> bool:
         phases.marked_by_session.__exit__()
+        attempt.runs = False
         self._is_over, parts = True, self._parts
         names, self._names = self._names, None
         assert names is not None  # __enter__() has made them
@@ -288,6 +292,7 @@ def parts_of(training: Training, batch: Any) -> Iterator[Part]:
             f"is {training.program.graphs}: expected graphs=False, or a loss_fn"
         )
     refuse_left(training)
+    refuse_update_in_loss_fn()
     if not training.report.samples:  # the first batch
         training.program.update.find()
     return Parts(training).loop(batch)

@@ -83,9 +83,11 @@ class Accumulators:
     def put_buffers(self) -> None:
         """The update begins."""
 
-    def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Before a batch whose gradients are to be added to what is in .grad."""
+    def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Before a batch whose gradients are to be added to what is in .grad: whether there is
+        something."""
         self._earlier = [(p, p.grad) for p in parameters if p.grad is not None]
+        return bool(self._earlier)
 
     def restore_earlier(self) -> None:
         """After a batch that failed."""

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-import threading
 from typing import (
     Any,
     Callable,
@@ -34,6 +33,7 @@ from rebatch.torch.batches.outputs import split_result
 from rebatch.torch.private import HOOKS_OF_TENSORS
 from rebatch.torch.program.embeddings import Embedded
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
+from rebatch.torch.session.threads import attempt
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.generators import Generators
 from rebatch.torch.undo.places import is_of_program
@@ -56,20 +56,13 @@ def is_manager(value: Any) -> bool:
     return hasattr(type(value), "__enter__")
 
 
-class _LossFn(threading.local):
-    is_running = False  # in this thread
-
-
-_loss_fn = _LossFn()
-
-
 def refuse_update_in_loss_fn() -> None:
     """An update within an attempt could not be taken back."""
-    if _loss_fn.is_running:
+    if attempt.runs:
         raise ValueError(
-            "rebatch: a Step or Backward was called within a loss_fn, where its update or "
-            "gradients would stay if the micro-batch fails and runs again: expected a call before "
-            "or after that of the one whose loss_fn that is"
+            "rebatch: a Step or Backward was called within a loss_fn or a block of parts(), where "
+            "its update or gradients would stay if the micro-batch fails and runs again: expected "
+            "a call before or after that of the one whose loss_fn or block that is"
         )
 
 
@@ -158,14 +151,14 @@ class Program:
         stands in for the loss, for a few samples alone."""
         if self.embed is not None:
             return self.embedded(samples).stand_in(), None
-        was_running, _loss_fn.is_running = _loss_fn.is_running, True
+        was_running, attempt.runs = attempt.runs, True
         try:
             if self.autocast is None:
                 return split_result(self.loss_fn(self.model, samples))
             with self._autocasting():
                 return split_result(self.loss_fn(self.model, samples))
         finally:
-            _loss_fn.is_running = was_running
+            attempt.runs = was_running
 
     def embedded(self, samples: Any, count: int = 0) -> Embedded:
         """What embed returns of so many samples; 0: of those that there are."""
@@ -178,12 +171,12 @@ class Program:
 
     def called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What embed, or a loss_fn of the whole batch, returns."""
-        was_running, _loss_fn.is_running = _loss_fn.is_running, True
+        was_running, attempt.runs = attempt.runs, True
         try:
             with contextlib.nullcontext() if self.autocast is None else self._autocasting():
                 return function(self.model, *arguments)
         finally:
-            _loss_fn.is_running = was_running
+            attempt.runs = was_running
 
     def _autocasting(self) -> ContextManager[Any]:
         if isinstance(self.autocast, torch.dtype):

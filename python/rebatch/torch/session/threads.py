@@ -12,6 +12,13 @@ import torch
 # All captures share one stream, and the caches that are given back around them.
 captures = threading.RLock()
 
+
+class _Attempt(threading.local):
+    runs = False  # code of the program, in this thread, in a micro-batch that may run again
+
+
+attempt = _Attempt()
+
 _Place = Tuple[threading.Thread, torch.device]
 _places: "weakref.WeakKeyDictionary[Any, _Place]" = weakref.WeakKeyDictionary()
 

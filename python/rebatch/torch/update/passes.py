@@ -135,6 +135,7 @@ class Passes:
         self._found: List[Callable[[], Any]] = []  # weak references to the program's own
         # Weak references to those that have not stepped yet; None: they were not looked for.
         self._unstepped: Optional[List[Tuple[Callable[[], Any], FirstStep]]] = None
+        self._stepped: List[Tuple[Callable[[], Any], FirstStep]] = []  # since
         self.schedulers: List[Any] = []
         self.scaler: Any = None  # that unscales here
         self.norm: Any = None  # a GradNorm of the last update
@@ -286,6 +287,13 @@ class Passes:
         if self._unstepped is None and self.known_optimizers():
             self._unstepped = [(weakref.ref(o), FirstStep(o)) for o in self.known_optimizers()]
 
+    def note_earlier(self) -> None:
+        """A batch begins, and there are gradients."""
+        self._find_unstepped()
+        stepped, self._stepped = self._stepped, []
+        for reference, first in stepped:
+            first.warn_if_kept(reference())
+
     def known_optimizers(self) -> List[Any]:
         """Those that were given, or found."""
         found = (reference() for reference in self._found)
@@ -295,9 +303,10 @@ class Passes:
         """Of those that were looked for. SGD keeps nothing that would tell."""
         if not self._unstepped:
             return []
-        for _, first in self._unstepped:
-            if first.has_run:
-                first.let_go()
+        for each in self._unstepped:
+            if each[1].has_run:
+                each[1].let_go()
+                self._stepped.append(each)
         self._unstepped = [each for each in self._unstepped if not each[1].has_run]
         found = [(reference(), first) for reference, first in self._unstepped]
         return [each for each in found if each[0] is not None]
