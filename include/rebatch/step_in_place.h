@@ -21,7 +21,7 @@
  *
  *  A block ends at its end, or with `continue`. One that is left by break, return, goto or an
  *  exception ends the step with REBATCH_E_STATE: it is undone, its update does not run, and
- *  rebatch_step_end() says so. Without this call no other step begins.
+ *  rebatch_step_end() says so. Without this call no other step begins after one that has failed.
  *
  *  A local variable of the function that a block changes has no certain value after an OOM in it
  *  (setjmp() in C), unless it is volatile or guarded (rebatch_guard()). Those that a block declares
@@ -43,7 +43,8 @@ extern "C" {
 #endif
 
 /** Begin a step whose micro-batches the program runs itself. After a failure there is nothing to
- *  run, and rebatch_step_end(), which each step needs, returns the same status.
+ *  run, and rebatch_step_end() returns the same status: each step needs it, to tell that it failed.
+ *  A step that is done is ended by the next one.
  *  @code
  *  const rebatch_microbatch *mb;
  *  rebatch_status status = rebatch_step_begin(rb, NULL, batch, NULL);
@@ -58,7 +59,8 @@ extern "C" {
  *                step ends. The others are as in rebatch_step(). NULL: no callbacks, and no flags
  *  @param batch  as for rebatch_step()
  *  @param user   passed to the callbacks
- *  @return REBATCH_OK, or as rebatch_step(); REBATCH_E_STATE also before the last step has ended;
+ *  @return REBATCH_OK, or as rebatch_step(); REBATCH_E_STATE also while the last step runs, or
+ *          has failed and rebatch_step_end() has not said so;
  *          REBATCH_E_UNSUPPORTED in lockstep */
 REBATCH_API rebatch_status rebatch_step_begin(rebatch *rb, const rebatch_step_ops *ops,
                                               size_t batch, void *user);

@@ -69,9 +69,33 @@ static rebatch_status close_step(rebatch *rb, rebatch_status status)
     return over(rb, rbi_step_close(rb, status));
 }
 
+/* Whether it is this thread's step, and in that state. */
+static bool is_in(const rebatch *rb, enum rbi_in_place_state state)
+{
+    return rb && rb->in_place.state == state &&
+           (!rb->callback.is_running || rbi_callback_is_running(rb));
+}
+
+/* All samples have run, and the update may be left to this call. */
+static void finish(rebatch *rb)
+{
+    const bool is_of_program = rb->in_place.ops.optimizer_step == run_update;
+    (void)close_step(rb, is_of_program ? REBATCH_OK : rbi_update_run(rb));
+}
+
+/* The program begins the next step, and has not asked how this one ended: well. */
+static void end_by_next(rebatch *rb)
+{
+    if (is_in(rb, RBI_IN_PLACE_UPDATES) && !rb->callback.is_running)
+        finish(rb);
+    if (is_over(rb) && !rb->in_place.said.status)
+        rb->in_place.state = RBI_IN_PLACE_NONE;
+}
+
 rebatch_status rebatch_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                   void *user)
 {
+    end_by_next(rb);
     rebatch_step_ops own;
     rebatch_status status = check(&own, rb, ops, batch);
     if (status && (!rb || rb->run.ops || is_over(rb)))
@@ -91,13 +115,6 @@ rebatch_status rebatch_step_begin(rebatch *rb, const rebatch_step_ops *ops, size
         return close_step(rb, rbi_update_settle(rb, status));
     rbi_samples_begin(rb);
     return REBATCH_OK;
-}
-
-/* Whether it is this thread's step, and in that state. */
-static bool is_in(const rebatch *rb, enum rbi_in_place_state state)
-{
-    return rb && rb->in_place.state == state &&
-           (!rb->callback.is_running || rbi_callback_is_running(rb));
 }
 
 /* How the block has ended that runs, if one does: by rebatch_escape(), or as the program says. */
@@ -176,10 +193,8 @@ rebatch_status rebatch_step_end(rebatch *rb, rebatch_step_report *report)
     if (is_in(rb, RBI_IN_PLACE_SAMPLES) || rb->callback.is_running)
         fail(rb, "rebatch_step_end() came before the step was done: expected rebatch_step_next() "
                  "until it returns NULL, and rebatch_step_updates() until it is false");
-    else if (is_in(rb, RBI_IN_PLACE_UPDATES) && rb->in_place.ops.optimizer_step != run_update)
-        (void)close_step(rb, rbi_update_run(rb));
     else if (is_in(rb, RBI_IN_PLACE_UPDATES))
-        (void)close_step(rb, REBATCH_OK);
+        finish(rb);
     if (!is_over(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_step_end() without a step: expected rebatch_step_begin()");

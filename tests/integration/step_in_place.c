@@ -227,6 +227,47 @@ Test(step_in_place, a_step_whose_end_is_left_out_is_told_by_the_next_one)
     FAILS(rebatch_step_end(t.rb, NULL), REBATCH_E_STATE, "before the step was done");
 }
 
+/* The update is a block, the program's own, or a callback. */
+enum update_form { IN_A_BLOCK, BELOW, BY_CALLBACK };
+
+static rebatch_status update_of(void *user)
+{
+    update((struct trainer *)user);
+    return REBATCH_OK;
+}
+
+static double trained_by(enum update_form form, bool says_end)
+{
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    OPEN(trainer, t, MIB(24), NULL);
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    ops.optimizer_step = form == BY_CALLBACK ? update_of : NULL;
+    for (int i = 0; i < STEPS; i++) {
+        REBATCH_STEP_WITH (t.rb, &ops, BATCH, &t, part) {
+            if (part.first == 0)
+                t.sum = 0;
+            train_on(&t, part.first, part.count);
+        }
+        if (form == IN_A_BLOCK)
+            REBATCH_UPDATE (t.rb)
+                update(&t);
+        if (says_end || i + 1 == STEPS)
+            OK(rebatch_step_end(t.rb, NULL));
+        if (form == BELOW)
+            t.parameter += t.sum;
+    }
+    return t.parameter;
+}
+
+Test(step_in_place, steps_that_are_done_need_no_end)
+{
+    for (int form = IN_A_BLOCK; form <= BY_CALLBACK; form++) {
+        const double parameter = trained_by((enum update_form)form, true);
+        cr_expect_neq(parameter, 0);
+        cr_expect_eq(trained_by((enum update_form)form, false), parameter, "form %d", form);
+    }
+}
+
 Test(step_in_place, what_needs_callbacks_is_refused)
 {
     rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
