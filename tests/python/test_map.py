@@ -2,11 +2,13 @@
 
 import collections
 import re
+import warnings
 
 import pytest
 import torch
 
 import rebatch.torch as rebatch
+from rebatch.testing import fail_once
 from models import fails_above, make, out_of_memory, same_bits, state_of
 
 Output = collections.namedtuple("Output", "logits hidden")
@@ -351,6 +353,26 @@ def test_what_a_model_in_training_mode_holds_is_as_without_ooms(use):
     rebatch.map(use(model), x)
     assert same_bits(state_of(model), state_of(plain))
     assert model.calls == 2 and model.seen == [[8, 8]]
+
+
+@pytest.mark.parametrize("use", (lambda m: m, lambda m: lambda x: m(x)))
+@pytest.mark.parametrize(
+    "mode, is_told", (("train", True), ("eval", False), ("without statistics", True))
+)
+def test_batch_norm_of_a_micro_batch_is_told_once(use, mode, is_told):
+    norm = torch.nn.BatchNorm1d(2, track_running_stats=mode != "without statistics")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), norm, torch.nn.Identity())
+    model.train(mode == "train")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rebatch.map(use(model), torch.randn(16, 2))
+        assert not caught
+        with fail_once(model[2]):
+            rebatch.map(use(model), torch.randn(16, 2))
+        rebatch.map(use(model), torch.randn(16, 2)[:15])
+        rebatch.map(use(model), torch.randn(64, 2))
+    texts = [str(w.message) for w in caught if "BatchNorm1d normalizes by" in str(w.message)]
+    assert len(texts) == is_told and len(caught) == len(texts)
 
 
 def test_a_map_that_fails_leaves_the_model_as_it_was():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.cut import Cut
 from rebatch.torch.batches.join import join_results
 from rebatch.torch.batches.run_map import run_map
+from rebatch.torch.batches.switched_off import BATCH_NORM, training_modules
 from rebatch.torch.session.report import MapReport
 from rebatch.torch.session.session import Session, session_options
 from rebatch.torch.undo.changes_outside import Told
@@ -42,6 +45,7 @@ _running = _Running()
 # One session a device and allocator; sizes are learned for each function within it.
 _sessions: Dict[Tuple[torch.device, bool], Session] = {}
 _numbers = itertools.count(1)
+_told: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules, of which a map has
 _keys: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
@@ -115,10 +119,26 @@ class Map:
                 session, self.model, inputs, samples, _key_of(self.model), self._cut
             )
             session.raise_failure(status)
+            if len(results) > 1:
+                self._warn_of_batch_norm()
         finally:
             self._undo.end()
             _running.parts = before
         return join_results(results, self._dim, lambda: self._one(inputs, samples))
+
+    def _warn_of_batch_norm(self) -> None:
+        """The inputs were cut: of modules that normalize by those of a micro-batch, once each."""
+        norms = [m for m in self._undo.tree.modules if isinstance(m, BATCH_NORM)]
+        found = [m for m in norms if training_modules(m, BATCH_NORM) and m not in _told]
+        _told.update(found)
+        if found:
+            warnings.warn(
+                f"rebatch: {type(found[0]).__name__} normalizes by the statistics of a "
+                "micro-batch, so the result of a map depends on how memory cut its inputs: "
+                "expected a model in evaluation mode (eval()), with running statistics",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def _one(self, inputs: Any, samples: int) -> Tuple[int, Any]:
         """The result for one sample, where one for several is not enough to tell its dimensions
