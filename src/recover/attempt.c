@@ -281,6 +281,8 @@ static void learn_need(rebatch *rb)
     const size_t made_for = rb->run.by_cost ? rb->run.cut.most_cost / 2 : rb->buffers.size;
     const bool has_larger =
         rb->run.cut.size < made_for && rb->run.ops->resize && !rb->run.buffers_are_fixed;
+    if (rb->run.progress.mb.first == 0)
+        rb->run.ooms.first_live = used.live_before;
     if (rb->callback.needs_more)
         rbi_need_has_memory(rb, rb->run.cut.size);
     if (!is_measured || rb->callback.needs_more || has_larger)
@@ -385,6 +387,8 @@ static void note_failure(rebatch *rb, const struct loss *loss)
         failure->is_injected = rb->launch.user && rb->launch.has_injected(rb->launch.user);
         failure->asked_bytes = oom->asked_bytes;
         const uint64_t before = used ? used->live_before : oom->live_bytes;
+        const uint64_t first = rb->run.progress.mb.first ? rb->run.ooms.first_live : before;
+        failure->left_bytes = before - rbi_min(before, first);
         failure->need_bytes =
             oom->asked_bytes + (oom->live_bytes > before ? oom->live_bytes - before : 0);
     } else { /* somebody beside the pool needs memory, so the cache must not keep it */

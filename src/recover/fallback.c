@@ -164,7 +164,12 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
 {
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
     const uint32_t refused = rb->run.report.ooms_in[REBATCH_PHASE_ADMISSION];
-    if (rb->run.ooms.wasted >= rb->options.max_attempts) {
+    const struct rbi_failure *const failure = &rb->run.ooms.failure;
+    if (failure->left_bytes && failure->need_bytes <= failure->available_bytes) {
+        rbi_text_add(t, "; the micro-batches before it in the step had left ");
+        rbi_text_add_bytes(t, failure->left_bytes);
+        rbi_text_add(t, " allocated: free what is not needed");
+    } else if (rb->run.ooms.wasted >= rb->options.max_attempts) {
         rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->run.ooms.wasted);
         if (refused)
             rbi_text_add(t, " (%u of them not started)", refused);

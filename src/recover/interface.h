@@ -44,6 +44,7 @@ struct rbi_failure {
     uint64_t need_bytes;      /* what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /* now */
     uint64_t released_bytes;  /* given back to the device for others */
+    uint64_t left_bytes;      /* of the micro-batches before it, in use when it began */
     bool is_unexplained;      /* a callback says so; no allocation is known to have failed */
     bool is_injected;         /* there was memory: the step goes on as if there were none */
     bool is_peers;            /* another rank's, which chooses what is next */

@@ -749,6 +749,7 @@ struct rbi_run_ooms {
     bool retried_same;     /* the stage "once more" is used up until something succeeds */
     uint32_t last_tries;   /* of the step, where nothing smaller or lighter was left */
     uint32_t wait_ms;      /* before the attempt that comes next */
+    uint64_t first_live;   /* in use when the first micro-batch began */
 };
 
 /* Where its samples stand: [0, next) are in the accumulators. */

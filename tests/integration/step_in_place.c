@@ -248,9 +248,10 @@ static double trained_by(enum update_form form, bool says_end)
                 t.sum = 0;
             train_on(&t, part.first, part.count);
         }
-        if (form == IN_A_BLOCK)
+        if (form == IN_A_BLOCK) {
             REBATCH_UPDATE (t.rb)
                 update(&t);
+        }
         if (says_end || i + 1 == STEPS)
             OK(rebatch_step_end(t.rb, NULL));
         if (form == BELOW)

@@ -10,6 +10,39 @@ static void build_wall(struct rig *rig, size_t most)
     rig->script.faults[0].times = SCRIPT_FOREVER;
 }
 
+/* ---- memory that micro-batches leave ---- */
+
+static rebatch_status leaves(const rebatch_microbatch *mb, void *user)
+{
+    void *memory;
+    rebatch_mutating((rebatch *)user);
+    return rebatch_pool_alloc(&memory, mb->pool, mb->count * KIB(64), mb->stream, 0) ? REBATCH_OOM
+                                                                                     : REBATCH_OK;
+}
+
+static rebatch_status does_nothing(void *user)
+{
+    rebatch_mutating((rebatch *)user);
+    return REBATCH_OK;
+}
+
+/* One sample would fit, and 32 do not: more attempts would not help. */
+Test(step_limits, micro_batches_that_free_nothing_are_named)
+{
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    open_on_host(&device, &rb, MIB(1), NULL);
+    ops.zero_grad = does_nothing;
+    ops.forward_backward = leaves;
+    ops.optimizer_step = does_nothing;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    FAILS(rebatch_step(rb, &ops, 32, rb, NULL), REBATCH_E_EXHAUSTED,
+          "the micro-batches before it in the step had left 1.00 MiB allocated: free what");
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
 /* ---- multiples ---- */
 
 Test(step_limits, the_first_cut_is_a_multiple_and_the_rest_comes_last)
