@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -42,6 +43,20 @@ def test_backward_adds_to_the_gradients_that_are_there():
         optimizer.zero_grad()
     state, _ = train_backward()
     assert same_bits(state, state_of(model))
+
+
+@pytest.mark.parametrize("micro", (16, 4))
+@pytest.mark.parametrize("way", ("Backward", "Step"))
+def test_gradients_that_the_program_clears_are_free(way, micro):
+    model, batch, loss_fn = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = (model, optimizer) if way == "Step" else (model,)
+    train = getattr(rebatch, way)(*arguments, loss_fn, log_level="quiet", micro_start=micro)
+    for _ in range(3):
+        train(batch)
+        gradients = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.zero_grad()
+        assert {gradient() for gradient in gradients} == {None}
 
 
 def test_a_step_is_a_backward_and_an_update():

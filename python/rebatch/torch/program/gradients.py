@@ -20,11 +20,12 @@ from typing import (
     Any,
     Callable,
     ContextManager,
-    Dict,
     Iterable,
+    Iterator,
     List,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
@@ -71,6 +72,7 @@ class Accumulators:
         # In their order. A tensor's own hash is a function in Python, so there is no dict of them.
         self._sums: List[Any] = []  # tensors, and None where there is no gradient yet
         self._has_sum: List[bool] = []  # there is a gradient in this batch
+        self._summed: Set[int] = set()  # ids of parameters with dense sums in the batch before
         self._are_dense = False  # all sums, of which there is one for each parameter
         self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
@@ -109,21 +111,28 @@ class Accumulators:
         """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
         gradients are kept apart, and the sums of those that had a gradient in the batch before are
         made now. With keeps_sums those of the batch before serve again."""
-        known: Dict[int, Any] = {}
-        if makes_sums or keeps_sums:
-            known = {  # others are let go here
-                key: t if keeps_sums else None
-                for key, p, t in zip(map(id, self._parameters), self._parameters, self._sums)
-                if t is not None and t.layout is torch.strided and t.dtype is p.dtype
-            }
+        known = dict(self._dense_sums()) if keeps_sums else {}  # others are let go here
         self._parameters, keys = list(parameters), list(map(id, parameters))
         self._sums = list(map(known.get, keys))
         self._has_sum = [False] * len(keys)
         self._are_dense = False
         self._has_earlier = False
         self.clear()
-        if known and not keeps_sums:
-            self._make_sums(map(known.__contains__, keys))
+        if makes_sums and self._summed and not keeps_sums:
+            self._make_sums(map(self._summed.__contains__, keys))
+
+    def _dense_sums(self) -> Iterator[Tuple[int, torch.Tensor]]:
+        for p, total in zip(self._parameters, self._sums):
+            if total is not None and total.layout is torch.strided and total.dtype is p.dtype:
+                yield id(p), total
+
+    def end_batch(self, makes_sums: bool, keeps_sums: bool) -> None:
+        """The sums are the program's: what it clears from .grad is free. The next batch may make
+        such sums when it begins, or have these again."""
+        if makes_sums and self._sums:
+            self._summed = {key for key, _ in self._dense_sums()}
+        if not keeps_sums:
+            self._sums, self._has_sum = [], []
 
     def begin_whole(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """An effective batch begins that runs as a whole, with no gradients in .grad: those of its
@@ -149,6 +158,7 @@ class Accumulators:
     def forget(self) -> None:
         """Make new accumulators in the next batch, where the parameters then are."""
         self._parameters, self._sums, self._has_sum = [], [], []
+        self._summed = set()
 
     def clear(self) -> None:
         """Drop the gradients of the micro-batch that runs."""
