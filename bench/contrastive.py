@@ -146,11 +146,11 @@ def best_by_hand(model, optimizer, batch, given, autocast, device):
         by_hand(model, batch, size, autocast)
         optimizer.step()
 
-    found, size = [], given.fits // 8 or 1
+    found, size = [], given.fits // 4 or 1
     while size <= given.samples and (device == "cuda" or size <= given.fits):
         try:
             train(size)
-            found.append((timed(functools.partial(train, size), 3, device), size))
+            found.append((timed(functools.partial(train, size), 2, device), size))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             break
@@ -162,7 +162,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--fits", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--float32", action="store_true", help="without autocast to bfloat16")
     parser.add_argument("--install", action="store_true", help="rebatch's allocator")
     parser.add_argument("--small", action="store_true")

@@ -27,14 +27,12 @@ from figures_run import ROOT, PartFails, Run
 SECONDS = 600  # of a part at most
 SETS = {
     "unmeasured": (
-        "installed",
-        "small-memory",
         "contrastive",
         "speech",
+        "small",
+        "installed",
+        "small-memory",
         "budget",
-        "yielding",
-        "sleep",
-        "sleeping",
     )
 }
 SETS_OF_GPUS = {"host": 0, "gpu": 1, "two-gpus": 2}

@@ -305,7 +305,7 @@ def contrastive_installed(run):
     yield from contrastive_rows(run, " --install", ", `install()`")
 
 
-@part("bench/speech.py" + TORCH, gpus=1, seconds=120)
+@part("bench/speech.py" + TORCH, gpus=1, seconds=180)
 def speech(run):
     found = by(run.python("speech.py", "--cpu"), "way")
     for name, key in (("samples a second", "samples/s"), ("OOMs", "OOMs")):
