@@ -180,10 +180,10 @@ class Callbacks:
         self.accumulators.restore_earlier()
         self._others.restore_earlier()
 
-    def _drop_earlier(self) -> None:
+    def _end_batch(self) -> None:
         """It has. What was in .grad before is not needed when the step ends."""
-        self.accumulators.drop_earlier()
-        self._others.drop_earlier()
+        self.accumulators.end_batch()
+        self._others.end_batch()
         if len(self._seen_outside) < len(self.outside):
             self._seen_outside = unique([*self._seen_outside, *self._others.given()])
             if not self._looks_outside:
@@ -212,8 +212,6 @@ class Callbacks:
         running.end()
         if self.whole_loss:
             self.whole_loss.drop()
-        self.accumulators.end_batch(self.session.is_pooled, self._is_summed_again())
-        self._others.end_batch(False, False)
         self._trained = self._kept = self._own = self._hooked = []
         self._extras, self._counts = [], []
         running.told.apart = ()
@@ -300,16 +298,14 @@ class Callbacks:
         if not self._is_whole:
             self._begin_cut(micro < running.samples)
 
-    def _is_summed_again(self) -> bool:
-        """A graph's own gradients cannot be the sums; older ones can if the Step clears .grad."""
-        return self.graphs is not None and self.graphs.lends and not self._kept
-
     def _begin_cut(self, is_cut: bool) -> None:
         """The gradients and losses of this batch are accumulated."""
         is_apart = is_cut and self._running.program.is_fresh
         self._is_whole, self._hooked = False, hooked(self._trained)
+        # A graph's own gradients cannot be the sums; where the Step clears .grad, older sums can.
+        is_kept = self.graphs is not None and self.graphs.lends and not self._kept
         makes_sums = is_apart and self.session.is_pooled
-        self.accumulators.begin_batch(self._trained, makes_sums, self._is_summed_again())
+        self.accumulators.begin_batch(self._trained, makes_sums, is_kept)
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -674,7 +670,7 @@ class Callbacks:
             self.session.torn_text = torn_text(self._trained, versions)
             raise
         self.is_applied = True
-        self._drop_earlier()
+        self._end_batch()
 
     def _reserve_update(self) -> None:
         needed, meter = self._update.first_bytes(), self.session.meter

@@ -73,6 +73,7 @@ class Accumulators:
         self._sums: List[Any] = []  # tensors, and None where there is no gradient yet
         self._has_sum: List[bool] = []  # there is a gradient in this batch
         self._summed: Set[int] = set()  # ids of parameters with dense sums in the batch before
+        self._makes_sums = self._keeps_sums = False  # as begin_batch() was told
         self._are_dense = False  # all sums, of which there is one for each parameter
         self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
@@ -98,9 +99,14 @@ class Accumulators:
             p.grad = gradient
         self._earlier = []
 
-    def drop_earlier(self) -> None:
-        """After a batch that succeeded."""
+    def end_batch(self) -> None:
+        """After a batch that succeeded. The sums are the program's now: what it clears from .grad
+        is free, but of a batch with keeps_sums."""
         self._earlier = []
+        if self._makes_sums and self._sums:
+            self._summed = {key for key, _ in self._dense_sums()}
+        if not self._keeps_sums:
+            self._sums = []
 
     def begin_batch(
         self,
@@ -111,6 +117,7 @@ class Accumulators:
         """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
         gradients are kept apart, and the sums of those that had a gradient in the batch before are
         made now. With keeps_sums those of the batch before serve again."""
+        self._makes_sums, self._keeps_sums = makes_sums, keeps_sums
         known = dict(self._dense_sums()) if keeps_sums else {}  # others are let go here
         self._parameters, keys = list(parameters), list(map(id, parameters))
         self._sums = list(map(known.get, keys))
@@ -126,14 +133,6 @@ class Accumulators:
             if total is not None and total.layout is torch.strided and total.dtype is p.dtype:
                 yield id(p), total
 
-    def end_batch(self, makes_sums: bool, keeps_sums: bool) -> None:
-        """The sums are the program's: what it clears from .grad is free. The next batch may make
-        such sums when it begins, or have these again."""
-        if makes_sums and self._sums:
-            self._summed = {key for key, _ in self._dense_sums()}
-        if not keeps_sums:
-            self._sums, self._has_sum = [], []
-
     def begin_whole(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """An effective batch begins that runs as a whole, with no gradients in .grad: those of its
         only backward pass stay there. False: they have to be taken."""
@@ -141,7 +140,7 @@ class Accumulators:
         if self._earlier or _is_overwritten(device):
             return False
         self._parameters, self._sums, self._has_sum = list(parameters), [], []
-        self._has_earlier = True
+        self._has_earlier, self._keeps_sums = True, False
         return True
 
     def _make_sums(self, are_wanted: Iterable[bool]) -> None:
