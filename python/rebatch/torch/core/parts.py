@@ -137,30 +137,27 @@ class Parts:
         return loop
 
     def _loop(self, batch: Any) -> Generator[Part, None, None]:
-        self._frame, self.told.block = _frame_of_loop(), self
+        training, session, filled = self._training, self.session, c.StepReport()
+        self.told.block = self
         try:
-            yield from self._batch(batch)
+            with training.batch_runs(session, batch):
+                ops = c.StepOps.from_buffer_copy(self.callbacks.ops)
+                ops.forward_backward = type(ops.forward_backward)()  # the program's block
+                session.begin_call()
+                try:
+                    arguments = C.byref(ops), training.running.samples, None
+                    status = session.enter(lib.rebatch_step_begin, *arguments)
+                    yield from self._run(status)
+                except GeneratorExit:
+                    if not self._is_closed:
+                        training.left_parts = True
+                        warnings.warn(_LEFT, RuntimeWarning, stacklevel=user_stacklevel())
+                    raise
+                finally:
+                    status = session.enter(lib.rebatch_step_end, C.byref(filled))
+                training.note_call(session, status, filled)
         finally:
             self._batch_names = self._looked = self._frame = self.told.block = None
-
-    def _batch(self, batch: Any) -> Iterator[Part]:
-        training, session, filled = self._training, self.session, c.StepReport()
-        with training.batch_runs(session, batch):
-            ops = c.StepOps.from_buffer_copy(self.callbacks.ops)
-            ops.forward_backward = type(ops.forward_backward)()  # the program's block
-            session.begin_call()
-            try:
-                arguments = C.byref(ops), training.running.samples, None
-                status = session.enter(lib.rebatch_step_begin, *arguments)
-                yield from self._run(status)
-            except GeneratorExit:
-                if not self._is_closed:
-                    training.left_parts = True
-                    warnings.warn(_LEFT, RuntimeWarning, stacklevel=user_stacklevel())
-                raise
-            finally:
-                status = session.enter(lib.rebatch_step_end, C.byref(filled))
-            training.note_call(session, status, filled)
 
     def _run(self, status: int) -> Iterator[Part]:
         session, accumulated = self.session, 0
@@ -236,7 +233,8 @@ class Parts:
     # ---- what blocks change, and is not put back ----
 
     def places(self) -> Iterator[Place]:
-        """What the blocks name."""
+        """What the blocks name. Asked first while the loop takes a part."""
+        self._frame = self._frame or _frame_of_loop()
         return named_in(self._frame) if self._frame else iter(())
 
     def _note_assigned(self) -> None:
