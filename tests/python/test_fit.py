@@ -109,7 +109,7 @@ def test_line_without_a_slope_leaves_the_largest_size():
 class Fragmented:
     """A training that fills two thirds of its room: the allocator's fragments are the others."""
 
-    name, samples = "", 16
+    name, samples, is_loop = "", 16, False
 
     def __init__(self):
         self.seen = []
@@ -157,6 +157,49 @@ def test_a_size_beyond_that_cannot_be_tried_is_no_answer_and_no_error():
     search = Search(Squared(most=1000))
     with pytest.raises(FitError, match="too many"):
         search.row(1_001_000, search.line())
+
+    search = Search(Squared(most=1000))
+    search._subject.is_loop = True  # which runs no larger ones itself
+    row = search.row(1_001_000, search.line())
+    assert row.best.samples == 1000 and row.next is None
+    assert search.remark == "Larger sizes than 1000 may fit: too many."
+
+
+class Grouped(Fragmented):
+    """Of groups of samples."""
+
+    is_loop = True
+
+    def tried(self, request):
+        if request.size % 8:
+            raise FitError(f"rebatch: {request.size} is no multiple of 8")
+        return super().tried(request)
+
+
+def test_sizes_that_a_program_runs_may_be_multiples():
+    search = Search(Grouped())
+    for room in 90_000, 91_000:
+        row = search.row(room, search.line())
+        most = (room * 2 // 3 - 1000) // 7 // 8 * 8
+        assert (row.best.samples, row.next.samples) == (most, most + 8)
+    assert search.remark.startswith("Sizes are multiples of 8: ")
+    assert search.remark.count("multiple") == 2
+
+
+class Islands(Fragmented):
+    """Where a workspace does not fit, fragments decide."""
+
+    def tried(self, request):
+        size = request.size
+        fits = request.room > 1 << 40 or size <= 2600 or 2890 <= size <= 2960
+        return Tried(size, fits, peak=1000 + 7 * size, reserved=1000 + 7 * size, refused=1)
+
+
+def test_size_below_which_others_do_not_fit_is_no_answer():
+    search = Search(Islands())
+    row = search.row(21_500, search.line())
+    assert 2600 * 63 / 64 <= row.best.samples <= 2600 < row.next.samples
+    assert row.next.reserved == 0 and row.tries < 16
 
 
 # ---- the command ----

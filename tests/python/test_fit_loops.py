@@ -475,3 +475,58 @@ def test_program_may_change_what_its_loader_returned(program):
     [changed] = found(*options, program("import copy\n", MODEL, CHANGED), "20")
     [plain] = found(*options, program(MODEL, LOADED), "20")
     assert changed["micro"] == pytest.approx(plain["micro"], abs=1) and not changed["remark"]
+
+
+# What stays grows for six updates.
+FILLED = """
+queue = []
+for _ in range(12):
+    loss_fn(model, batch(int(sys.argv[1]))).backward()
+    if len(queue) < 6:
+        queue.append(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
+    optimizer.step()
+    optimizer.zero_grad()
+time.sleep(0.5)
+"""
+
+
+@on_standin
+def test_updates_go_on_until_the_allocator_takes_no_more(program):
+    path = program("import time\n", MODEL, FILLED)
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable, path, "16")
+    assert trains_plainly(path, row["micro"], row["room_bytes"])
+    assert not trains_plainly(path, row["next"], row["room_bytes"])
+
+
+# Two halves of a batch are mixed.
+HALVES = """
+for inputs, classes in torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(*batch(3000)), int(sys.argv[1]), drop_last=True
+):
+    inputs = inputs.cuda()
+    assert len(inputs) % 2 == 0, "halves"
+    loss = F.cross_entropy(model(inputs + inputs.view(2, -1, 64).flip(0).flatten(0, 1)),
+                           classes.cuda())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@on_standin
+@pytest.mark.parametrize("options, size", [([], "16"), (["--batch", "16"], "{batch}")])
+def test_size_is_one_that_the_program_runs(program, options, size):
+    path = program(MODEL, HALVES)
+    for room in "1GiB", "1200MiB":
+        [row] = found("--gpu", "h100", "--memory", room, *options, "--", sys.executable, path, size)
+        assert row["micro"] % 2 == 0 and row["next"] == row["micro"] + 2 > 100
+        assert "Sizes are multiples of 2: " in row["remark"] and "halves" in row["remark"]
+
+
+@on_standin
+def test_larger_sizes_that_the_program_does_not_run_are_told(program):
+    options = ["--gpu", "h100", "--memory", "8GiB", "--batch", "16", "--", sys.executable]
+    [row] = found(*options, program(MODEL, HALVES), "{batch}")
+    assert row["micro"] == 3000 and not row["next"]
+    assert "Larger sizes than 3000 may fit: with a batch of 3" in row["remark"]
+    assert "never called a Step or optimizer.step()" in row["remark"]

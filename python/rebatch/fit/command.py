@@ -175,6 +175,9 @@ def _environment(card: cards.Card, memory: list[int], preloaded: str, cuda: str)
         "STANDIN_GPUS": "1",
         # PyTorch counts GPUs by NVML, which sees those of the machine.
         "CUDA_VISIBLE_DEVICES": "0",
+        # Batches that the host makes take the memory of the last ones, whose pages are there.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
 
 
@@ -207,7 +210,8 @@ def _run(given: Given, environment: dict[str, str], asked: dict[str, Any]) -> di
         if given.ranks > 1:
             program = [program[0], "-m", "rebatch.fit.one_of", str(given.ranks), *program[1:]]
         done = subprocess.run(program, env=environment, stdout=sys.stderr)
-        return read_answer(answer, program[0], done.returncode)
+        size = asked["sized"]["size"] if asked["sized"] else 0
+        return read_answer(answer, program[0], done.returncode, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +221,7 @@ class _Sized:
 
     run: Callable[[Request], Tried]
     samples: int
-    name = ""
+    name, is_loop = "", True
 
     def sizes(self) -> Sizes:
         return Sizes()

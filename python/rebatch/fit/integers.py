@@ -11,18 +11,21 @@ import functools
 import os
 import sys
 from types import FrameType
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Optional, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
+from rebatch.fit.controls import standin
 from rebatch.fit.error import FitError
 from rebatch.torch.private import TorchDispatchMode
 
 # Bytes of a tensor that is computed; and of one that is computed from a kernel's zeros, by which
 # programs decide too: whether a loss is finite.
 _MOST, _MOST_OF_ZEROS = 1 << 28, 1 << 22
+# Bytes from which on a tensor is not copied to the GPU, where no kernel would read it.
+_LARGE = 1 << 24
 # Where the program's files are not.
 _FIT = os.path.dirname(__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(_FIT)) + os.sep
@@ -82,7 +85,14 @@ class Integers(TorchDispatchMode):
             inputs = [*_tensors((args, kwargs))]
             if any(t.is_cuda for t in inputs):
                 return self._sized(func, inputs, args, kwargs)
-        result = func(*args, **kwargs)
+        is_left_out = effect.reads and _is_large(_sent(func, args, kwargs))
+        if is_left_out:
+            standin().standin_leave_out(True)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            if is_left_out:
+                standin().standin_leave_out(False)
         if _is_sparse(result):
             self._follow_sparse(result, [t for t in _tensors((args, kwargs)) if _is_sparse(t)])
             return result
@@ -206,7 +216,9 @@ class Integers(TorchDispatchMode):
         is_here = not effect.is_collective and not effect.draws
         if is_here and all(tensor.nbytes <= most for tensor in (*read, *written)):
             with contextlib.suppress(Exception):  # what the host lacks
-                is_computed = _compute(func, effect, written, args, kwargs)
+                is_computed = _is_whole(_sent(func, args, kwargs), written) or _compute(
+                    func, effect, written, args, kwargs
+                )
         is_known = is_computed and have_values and all(map(self._is_known, read))
         counted = [tensor for tensor in read if _is_integer(tensor)]
         most = max(map(self._most_of, counted), default=0)
@@ -315,6 +327,28 @@ def _place(frame: FrameType) -> str:
 
 
 # ---- values ----
+
+
+def _sent(func: Any, args: Any, kwargs: Any) -> Optional[torch.Tensor]:
+    """What an operation copies from the host to the GPU."""
+    if func.overloadpacket is _aten._to_copy:
+        source, device = args[0], kwargs.get("device")
+        is_sent = device is not None and torch.device(device).type == "cuda"
+    elif func.overloadpacket is _aten.copy_:
+        source, is_sent = args[1], args[0].is_cuda
+    else:
+        return None
+    is_strided = source.layout == torch.strided and not source.is_nested
+    return source if is_sent and is_strided and source.device.type == "cpu" else None
+
+
+def _is_large(sent: Optional[torch.Tensor]) -> bool:
+    return sent is not None and sent.nbytes > (_MOST if _is_integer(sent) else _LARGE)
+
+
+def _is_whole(sent: Optional[torch.Tensor], written: list[torch.Tensor]) -> bool:
+    """Whether the copy needs no kernel."""
+    return sent is not None and written[0].is_contiguous()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@ what a try runs, cards, nor PyTorch."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ import traceback
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
 from rebatch.fit.error import FitError
-from rebatch.fit.search import Line, Sizes, largest_size, line_of
+from rebatch.fit.search import EXACT, ROUGH, Line, Sizes, largest_size, line_of, steady_size
 from rebatch.fit.tried import (
     CUBLAS,
     CUBLAS_EX,
@@ -42,6 +43,9 @@ class Subject(Protocol):
     @property
     def samples(self) -> int: ...  # of the program's batch
 
+    @property
+    def is_loop(self) -> bool: ...  # of the program itself, which may not run all sizes
+
     def sizes(self) -> Sizes: ...
 
     def tried(self, request: Request, /) -> Tried: ...
@@ -69,6 +73,8 @@ class Search:
         # By level, the last row's size by what the line said: fragments are alike in all rooms.
         self._found: dict[int, float] = {}
         self.libraries = 0  # that were used, in all tries
+        self._step = 1  # of sizes
+        self.remark = ""  # a sentence below the table
 
     def line(self, level: int = 0) -> Line:
         """The line on which peaks lie. Raises FitError."""
@@ -86,6 +92,7 @@ class Search:
         """The row of a room, which the allocator may hold. Raises FitError."""
         tries: dict[int, Tried] = {}
         sizes = self._subject.sizes()
+        sizes = dataclasses.replace(sizes, step=max(sizes.step, self._step))
 
         # A peak that grows with the square begins far beyond, where a program may not be followed.
         refused: dict[int, FitError] = {}
@@ -97,14 +104,43 @@ class Search:
                 refused[size] = error
             return size in tries and tries[size].fits
 
+        def parts(low: int) -> int:
+            return ROUGH if tries[low].refused else EXACT
+
         meets = line.meets(room)
-        low, high = largest_size(fits, sizes, sizes.at_most(meets * self._found.get(level, 1.0)))
+        start = sizes.at_most(meets * self._found.get(level, 1.0))
+        low, high = largest_size(fits, sizes, start, parts)
+        if low and tries[low].refused:
+            low, high = steady_size(fits, sizes, (low, high))
         if high in refused:
-            raise refused[high]
+            if self._finds_step(high, sizes.step, level, refused[high]):
+                return self.row(room, line, level)
+            if not low or not self._subject.is_loop:
+                raise refused[high]
+            self._say(f"Larger sizes than {low} may fit: {_reason(refused[high])}.")
+            high = 0
+        best = tries.get(low)
         self._found[level] = low / meets or 1.0 if meets > 0 else 1.0
-        after = self.tried(high, UNLIMITED, level) if high else None
-        count = len(tries) + bool(high)
-        return self._row(room, level, tries.get(low), after, count)
+        if high and best and best.refused:
+            after: Optional[Tried] = Tried(high, False)
+        else:
+            after = self.tried(high, UNLIMITED, level) if high else None
+        return self._row(room, level, best, after, len(tries) + bool(high))
+
+    def _finds_step(self, failed: int, step: int, level: int, error: FitError) -> bool:
+        """Whether a size has failed as it is no multiple of a number, of which others are."""
+        own = self._subject.samples if self._subject.is_loop else 0
+        for more in (each for each in range(2 * step, own + 1, step) if own % each == 0):
+            with contextlib.suppress(FitError):
+                self.tried(-(-failed // more) * more, UNLIMITED, level)
+                self._step = more
+                self._say(f"Sizes are multiples of {more}: {_reason(error)}.")
+                return True
+        return False
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self.remark:
+            self.remark = f"{self.remark} {sentence}".strip()
 
     def row_of_own(self, room: int) -> Row:
         """The row of the program's own size alone."""
@@ -166,13 +202,18 @@ def answer_of(
     }
 
 
+def _reason(error: object) -> str:
+    return str(error).removeprefix("rebatch: ")
+
+
 def answer_of_tries(subject: Subject, request: dict[str, Any]) -> dict[str, Any]:
     """The rows of a subject. Raises FitError."""
     search = Search(subject, request["installs"])
     line = search.line()
     outside = search.outside(request["beside"])
     rooms = rooms_of(request["free"], outside)
-    return answer_of([search.row(room, line) for room in rooms], outside, request["installs"])
+    rows = [search.row(room, line) for room in rooms]
+    return answer_of(rows, outside, request["installs"], search.remark)
 
 
 def rooms_of(free: list[int], outside: int) -> list[int]:
@@ -202,19 +243,20 @@ def answer_and_exit(asked: str, answer: Callable[[dict[str, Any]], dict[str, Any
     os._exit(_FAILED if "error" in found else _DONE)
 
 
-def read_answer(path: str, program: str, status: int) -> dict[str, Any]:
-    """What a program has answered, which has ended. Raises FitError."""
+def read_answer(path: str, program: str, status: int, size: int = 0) -> dict[str, Any]:
+    """What a program has answered, which has ended; or a try of it in a size. Raises FitError."""
+    whose = f"with a batch of {size}, " if size else ""
     if os.path.exists(path):
         with open(path) as file:
             found = dict(json.load(file))
         if "error" in found:
-            raise FitError(found["error"])
+            raise FitError(f"rebatch: {whose}{_reason(found['error'])}")
         return found
     how = f"ended with status {status}"
     if status < 0:
         how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
     end = "before its first Step" if status else "and never called a Step"
-    raise FitError(f"rebatch: {program} {how} {end} or optimizer.step()")
+    raise FitError(f"rebatch: {whose}{program} {how} {end} or optimizer.step()")
 
 
 def read_tried(found: dict[str, Any]) -> Tried:

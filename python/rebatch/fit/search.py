@@ -6,7 +6,9 @@ import dataclasses
 from typing import Callable
 
 # A size is searched to one in so many; the next larger one may fit too.
-_EXACT = 2000
+EXACT = 2000
+# The same where fragments decide, and how far below a size others are looked at.
+ROUGH, _BELOW = 64, (0.12, 0.09, 0.06, 0.03)
 # Twice the samples need so much more: most of a peak is theirs.
 _STEEP = 1.5
 
@@ -62,9 +64,15 @@ def line_of(peak_at: Callable[[int], int], sizes: Sizes, start: int = 1) -> Line
     return Line(peaks[high] - each * high, each)
 
 
-def largest_size(fits: Callable[[int], bool], sizes: Sizes, start: int) -> tuple[int, int]:
-    """The largest size that fits, and the smallest one that was seen not to; 0: none. From `start`
-    on each step is twice the last until a size fits and one does not, which are then halved."""
+def largest_size(
+    fits: Callable[[int], bool],
+    sizes: Sizes,
+    start: int,
+    parts: Callable[[int], int] = lambda _: EXACT,
+) -> tuple[int, int]:
+    """The largest size that fits, to one in `parts` of it, and the smallest one that was seen not
+    to; 0: none. From `start` on each step is twice the last until a size fits and one does not,
+    which are then halved."""
     size = start
     step = max(sizes.step, start // 100 // sizes.step * sizes.step)
     low = high = 0
@@ -76,7 +84,7 @@ def largest_size(fits: Callable[[int], bool], sizes: Sizes, start: int) -> tuple
         if high == sizes.first or low == sizes.at_most(sizes.largest):
             return low, high
         if low and high:
-            if high - low <= max(sizes.step, low // _EXACT):
+            if high - low <= max(sizes.step, low // parts(low)):
                 return low, high
             size = sizes.at_most((low + high) / 2)
             if size == low:  # not all sizes between are multiples
@@ -84,3 +92,18 @@ def largest_size(fits: Callable[[int], bool], sizes: Sizes, start: int) -> tuple
         else:
             size = sizes.at_most(low + step if low else high - step)
             step *= 2
+
+
+def steady_size(
+    fits: Callable[[int], bool], sizes: Sizes, found: tuple[int, int]
+) -> tuple[int, int]:
+    """What was found, where a size may fit although smaller ones do not: the largest below which
+    others fit too."""
+    for share in _BELOW:
+        size = sizes.at_most(found[0] * (1 - share))
+        if size < found[0] and not fits(size):
+            below = dataclasses.replace(sizes, largest=size - 1)
+            start = sizes.at_most(size * (1 - _BELOW[-1]))
+            low, high = largest_size(fits, below, start, lambda _: ROUGH)
+            return low, high or size
+    return found

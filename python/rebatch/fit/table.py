@@ -47,7 +47,7 @@ def _row(card: Card, memory: int, found: dict[str, Any], answer: dict[str, Any])
         "held_bytes": held,
         "tag_bytes": best.get("tags", {}) if best else {},
         "next": after["samples"] if after else 0,
-        "next_needs_bytes": after["reserved"] + outside if after else 0,
+        "next_needs_bytes": after["reserved"] + outside if after and after["reserved"] else 0,
         "tries": found["tries"],
         "remark": answer["remark"],
         "seconds": round(answer["seconds"], 2),
@@ -105,6 +105,8 @@ def _tags(row: dict[str, Any], name: str) -> str:
 def _one_more(row: dict[str, Any]) -> str:
     if not row["next"]:
         return "not tried" if row["remark"] else "not tried: the largest that may be asked for fits"
+    if not row["next_needs_bytes"]:
+        return f"{row['next']} does not fit"
     return f"{row['next']} needs {_gib(row['next_needs_bytes'])}"
 
 

@@ -3,7 +3,6 @@ of its memory. Must not know what a try runs."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -15,28 +14,17 @@ from typing import Any, Callable, Dict, Iterable, NoReturn, Optional
 import torch
 
 from rebatch.fit import integers
+from rebatch.fit.controls import standin
 from rebatch.fit.error import FitError
 from rebatch.fit.program.live import freeze
 from rebatch.fit.tried import GoOn, Request, Tried
 from rebatch.torch.batches.kinds import plain_parts
 from rebatch.torch.undo.copies import own_part
 
-
-def standin() -> Any:
-    """The functions by which the stand-in is controlled."""
-    library = ctypes.CDLL("libcuda.so.1")
-    try:
-        library.standin_set_memory.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
-        library.standin_set_memory.restype = None
-        library.standin_peak.argtypes = [ctypes.c_size_t, ctypes.c_bool]
-        library.standin_peak.restype = ctypes.c_size_t
-        library.standin_libraries.argtypes = []
-        library.standin_libraries.restype = ctypes.c_uint
-        library.standin_hide_modes.argtypes = [ctypes.c_long]
-        library.standin_hide_modes.restype = None
-    except AttributeError:
-        raise FitError("rebatch: libcuda.so.1 is a GPU's driver: expected the stand-in") from None
-    return library
+# The first makes the optimizer's state, and the others run beside it.
+_UPDATES = 3
+# What the allocator holds may go on changing.
+_MOST_UPDATES = 10
 
 
 # ---- in a copy ----
@@ -94,6 +82,21 @@ def restart(device: torch.device) -> None:
     """Peaks are those from now on."""
     standin().standin_peak(device.index or 0, True)
     torch.cuda.reset_peak_memory_stats(device)
+
+
+class Updates:
+    """Of a try: some, and then others until one has asked for no memory and kept no more."""
+
+    def __init__(self) -> None:
+        self._count = self._asked = self._kept = 0
+
+    def suffice(self) -> bool:
+        """At the end of each."""
+        asked, kept = standin().standin_allocations(), torch.cuda.memory_allocated()
+        is_settled = asked == self._asked and kept <= self._kept
+        self._asked, self._kept = asked, max(kept, self._kept)
+        self._count += 1
+        return self._count >= (_UPDATES if is_settled else _MOST_UPDATES)
 
 
 def is_installed() -> bool:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten
 
 from rebatch.fit import integers
+from rebatch.fit.controls import standin
 from rebatch.fit.error import FitError
 from rebatch.fit.program import copies, sized
 from rebatch.fit.program.batches import Growth, Transfers, is_batch
@@ -27,8 +28,6 @@ from rebatch.fit.rows import Search, answer_and_exit, answer_of, rooms_of
 from rebatch.fit.search import Line, Sizes
 from rebatch.fit.tried import UNLIMITED, GoOn, Request, Tried
 
-# The first makes the optimizer's state, and the others run beside it.
-_UPDATES = 3
 # Some optimizers step more often than others; those that never step are not waited for.
 _MOST_UPDATES = 20
 # More passes before an update are an accumulation of gradients, in which memory repeats itself.
@@ -75,7 +74,7 @@ class Watch:
         # Parameters of a distribution that kernels would compute are 0 here, and found invalid.
         torch.distributions.Distribution.set_default_validate_args(False)
         integers.start()
-        copies.standin().standin_hide_modes(1)
+        standin().standin_hide_modes(1)
         self._hook, sys.excepthook = sys.excepthook, self._raised
 
     def becomes(self, request: Request) -> None:
@@ -85,9 +84,12 @@ class Watch:
     def _raised(self, kind: Any, error: BaseException, trace: Any) -> None:
         """The program ends before it is tried."""
         asked = os.environ.get("REBATCH_FIT")
-        refused = copies.refused_gpu("".join(traceback.format_exception(kind, error, trace)))
+        said = "".join(traceback.format_exception(kind, error, trace))
+        refused = copies.refused_gpu(said)
         if asked and refused:
             answer_and_exit(asked, lambda _: _raise(refused))
+        if asked and self._sized:
+            _FileReply(json.loads(asked)["answer"]).failed(said)
         self._hook(kind, error, trace)
 
     def _wrap_module(self) -> None:
@@ -192,7 +194,7 @@ class Watch:
         if rows:
             is_told = root or loop is not loops[0]
             remark = _VARIED.format(samples, "model is called with" if root else "loader returns")
-            remark = remark if is_told else ""
+            remark = " ".join(filter(None, [remark if is_told else "", search.remark]))
         else:
             rows = [search.row_of_own(room) for room in rooms]
             remark = _FIXED.format(remark.removeprefix("rebatch: "))
@@ -317,7 +319,7 @@ class _Batches:
 class _Loop:
     """What is tried: the program's loop, from its first batch or pass on."""
 
-    name = ""
+    name, is_loop = "", True
 
     def __init__(
         self,
@@ -362,6 +364,7 @@ class _Try:
             self._growth = Growth(loop.found, request.size, loop.grows_like_weights)
         self._known_passes = loop.passes if loop else 0
         self._passes, self._passes_before, self._updates = int(bool(root)), 0, dict[int, int]()
+        self._rounds, self._watched = 0, copies.Updates()  # in which each optimizer has stepped
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._failed, self._failed_operations = ooms(self._device), integers.start().ooms
         if self._growth:
@@ -371,7 +374,7 @@ class _Try:
         copies.restart(self._device)
         if self._growth:
             Transfers(self._growth).__enter__()  # type: ignore[no-untyped-call]
-            copies.standin().standin_hide_modes(2)
+            standin().standin_hide_modes(2)
         atexit.register(self._end)
         sys.excepthook = self._raised
 
@@ -394,7 +397,7 @@ class _Try:
                     type(optimizer).step(optimizer)
             if self._passes > self._passes_before + _PASSES - 1:
                 self._finish()
-        elif self._passes > _UPDATES and not self._optimizers():
+        elif self._passes > 1 and not self._optimizers() and self._watched.suffice():
             self._finish()
 
     def _is_accumulating(self) -> bool:
@@ -410,7 +413,9 @@ class _Try:
             self._passes_before = self._passes
         self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
         counts = [self._updates.get(id(each), 0) for each in self._optimizers()]
-        if min(counts, default=0) >= _UPDATES or max(counts, default=0) >= _MOST_UPDATES:
+        before, self._rounds = self._rounds, min(counts, default=0)
+        is_over = self._rounds > before and self._watched.suffice()
+        if is_over or max(counts, default=0) >= _MOST_UPDATES:
             self._finish()
 
     def _optimizers(self) -> List[torch.optim.Optimizer]:
@@ -434,7 +439,7 @@ class _Try:
             self._reply.tried(Tried(self._request.size, False))
 
     def _finish(self) -> NoReturn:
-        library = copies.standin()
+        library = standin()
         self._reply.tried(
             Tried(
                 self._request.size,
@@ -444,6 +449,7 @@ class _Try:
                 libraries=library.standin_libraries(),
                 held=self._held(),
                 passes=self._passes_before,
+                refused=ooms(self._device) - self._failed,
                 **copies.taken(self._device),
             )
         )

@@ -23,7 +23,7 @@ from rebatch.fit.tried import BATCH, GoOn, Request, Tried, with_size
 class _Sized:
     """The program, whose copies answer as if each were the program."""
 
-    name = ""
+    name, is_loop = "", True
 
     def __init__(self, asked: Dict[str, Any], becomes: Callable[[Request], None]):
         self._asked, self._becomes = asked, becomes
@@ -50,7 +50,7 @@ class _Sized:
             self._becomes(request)
             raise GoOn
         status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
-        return read_tried(read_answer(answer, self._asked["words"][0], status))
+        return read_tried(read_answer(answer, self._asked["words"][0], status, request.size))
 
 
 def places_of(words: List[str]) -> List[int]:

@@ -12,6 +12,8 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional
 
 import torch
 
+from rebatch.fit import integers
+from rebatch.fit.controls import standin
 from rebatch.fit.program import copies
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.program.live import live
@@ -28,7 +30,6 @@ from rebatch.fit.rows import Row, Search, answer_and_exit, answer_of, rooms_of
 from rebatch.fit.search import Sizes
 from rebatch.fit.tried import GoOn, Request, Tried
 
-_UPDATES = 3  # of each Step
 _MOST_UPDATES = 20  # of one, before another's first
 _OTHERS = 2  # samples of the Steps that are not varied: more than one, for BatchNorm
 
@@ -78,10 +79,10 @@ def _steps(first: Training) -> List[_Called]:
 
 
 class _Calls:
-    """In a copy: what takes the place of the Steps' own runs, until each was called so often."""
+    """In a copy: what takes the place of the Steps' own runs, until each was called enough."""
 
-    def __init__(self, trainings: List[Any], reply: Reply, least: int):
-        self.reply, self._least = reply, least
+    def __init__(self, trainings: List[Any], reply: Reply):
+        self.reply = reply
         self.counts = [0] * len(trainings)
         for at, training in enumerate(trainings):
             training._run = self._run_of(at, training)
@@ -92,13 +93,17 @@ class _Calls:
         def run(batch: Any) -> torch.Tensor:
             loss = self.runs(at, training, batch)
             self.counts[at] += 1
-            if min(self.counts) >= self._least or max(self.counts) >= _MOST_UPDATES:
+            if self.is_over(min(self.counts)) or max(self.counts) >= _MOST_UPDATES:
                 self.finish()
             return loss
 
         return run
 
     def runs(self, at: int, training: Any, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def is_over(self, least: int) -> bool:
+        """Where each was called so often."""
         raise NotImplementedError
 
     def finish(self) -> NoReturn:
@@ -115,7 +120,7 @@ class _Round(_Calls):
     """Which Steps are called, and with what."""
 
     def __init__(self, trainings: List[Any], reply: Reply):
-        super().__init__(trainings, reply, 1)
+        super().__init__(trainings, reply)
         self._found: Dict[int, Any] = {}
 
     def runs(self, at: int, training: Any, batch: Any) -> torch.Tensor:
@@ -123,6 +128,9 @@ class _Round(_Calls):
         sizes = dataclasses.astuple(sizes_of(training, batch))
         self._found.setdefault(at, (at, samples, sizes))
         return type(training)._run(training, batch)  # type: ignore[no-any-return]
+
+    def is_over(self, least: int) -> bool:
+        return least > 0
 
     def finish(self) -> NoReturn:
         self.reply.says(list(self._found.values()))
@@ -136,8 +144,10 @@ class _Together(_Calls):
         self._attempts = [Attempt(step.training, size) for step, size in zip(steps, sizes)]
         self._batch_bytes = 0  # of the largest
         self._device = steps[0].training.program.device
-        self._failed, self._peak = ooms(self._device), 0
-        super().__init__([step.training for step in steps], reply, _UPDATES)
+        self._refused, self._peak = ooms(self._device), 0
+        self._failed = integers.start().ooms  # operations
+        self._rounds, self._watched = 0, copies.Updates()
+        super().__init__([step.training for step in steps], reply)
         copies.limit(self._device, request)
         copies.restart(self._device)
 
@@ -156,15 +166,19 @@ class _Together(_Calls):
 
     def _note_peak(self) -> None:  # which a Step begins anew
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
-        if ooms(self._device) > self._failed:
+        if integers.start().ooms > self._failed:
             self._tell_oom()
+
+    def is_over(self, least: int) -> bool:
+        before, self._rounds = self._rounds, least
+        return least > before and self._watched.suffice()
 
     def _tell_oom(self) -> NoReturn:
         self.reply.tried(Tried(self._request.size, False))
 
     def finish(self) -> NoReturn:
         self._note_peak()
-        library = copies.standin()
+        library = standin()
         self.reply.tried(
             Tried(
                 self._request.size,
@@ -173,6 +187,7 @@ class _Together(_Calls):
                 reserved=library.standin_peak(self._device.index or 0, False),
                 libraries=library.standin_libraries(),
                 held=held_by(self._attempts, self._batch_bytes),
+                refused=ooms(self._device) - self._refused,
                 **copies.taken(self._device),
             )
         )
@@ -184,6 +199,8 @@ class _Together(_Calls):
 
 class _Several:
     """Steps of which one is varied, or all are: None."""
+
+    is_loop = False
 
     def __init__(self, steps: List[_Called], varied: Optional[int]):
         self._steps, self._varied = steps, varied

@@ -1,4 +1,4 @@
-"""A Step's try, in a copy of the process: it trains for three updates as the program would, and
+"""A Step's try, in a copy of the process: it trains for some updates as the program would, and
 ends; so each try begins where the program is at its first Step. Must not know cards."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rebatch.fit.controls import standin
 from rebatch.fit.error import FitError
 from rebatch.fit.program import copies
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
@@ -16,8 +17,7 @@ from rebatch.fit.rows import Search, answer_of, rooms_of
 from rebatch.fit.search import Sizes
 from rebatch.fit.tried import Request, Tried
 
-# The first makes the optimizer's state, and the others run beside it.
-_UPDATES = 3
+_PARTS = 3  # of a batch that is cut
 
 
 class Training(Protocol):
@@ -68,7 +68,7 @@ class Attempt:
         if size == samples:
             return batch
         if size < samples:
-            return self._cut.part(batch, 0, min(samples, _UPDATES * size), samples)
+            return self._cut.part(batch, 0, min(samples, _PARTS * size), samples)
         whole, rest = divmod(size, samples)
         spans = [(0, samples)] * whole + [(0, rest)] * bool(rest)
         larger = self._cut.arranged(batch, spans, samples)
@@ -90,7 +90,8 @@ class Attempt:
         peak, device = 0, self._training.program.device
         failed, tagged = ooms(device), _tagged(device)
         try:
-            for _ in range(_UPDATES):
+            updates, is_over = copies.Updates(), False
+            while not is_over:
                 self._training._run(batch)
                 report = self._training.report
                 if report.ooms:
@@ -98,12 +99,13 @@ class Attempt:
                 if self._training.program.update.is_of_program:
                     self._update()
                 peak = max(peak, report.peak_bytes)
+                is_over = updates.suffice()
         except Exception as error:
             # Where memory ran out, what is said of contents is not so: no kernel compared them.
             if not is_oom(error) and ooms(device) == failed:
                 raise
             return Tried(self._size, False)
-        library = copies.standin()
+        library = standin()
         return Tried(
             self._size,
             True,
@@ -112,6 +114,7 @@ class Attempt:
             libraries=library.standin_libraries(),
             held=held_by([self], bytes_of(device_tensors(batch))),
             tags=_grown(tagged, _tagged(device)),
+            refused=ooms(device) - failed,
             **copies.taken(device),
         )
 
@@ -214,7 +217,7 @@ def sizes_of(training: Training, batch: Any) -> Sizes:
 class _Step:
     """A Step at its first call."""
 
-    name = ""
+    name, is_loop = "", False
 
     def __init__(self, training: Training, batch: Any):
         self._training, self._batch = training, batch

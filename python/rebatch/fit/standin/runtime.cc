@@ -198,13 +198,24 @@ STANDIN_API cudaError_t cudaGetSymbolAddress(void **out, const void *)
 namespace
 {
 
-/* A write within a GPU, of which only those up to STANDIN_FILL_MOST bytes are done. */
+thread_local bool leaves_out = false;
+
+/* A write within a GPU, or one to it that is left out, of which only those up to STANDIN_FILL_MOST
+ * bytes are done. */
 bool is_done(size_t bytes, cudaMemcpyKind kind = cudaMemcpyDeviceToDevice)
 {
-    return kind != cudaMemcpyDeviceToDevice || bytes <= fill_most();
+    const bool may_leave_out =
+        kind == cudaMemcpyDeviceToDevice || (kind == cudaMemcpyHostToDevice && leaves_out);
+    return !may_leave_out || bytes <= fill_most();
 }
 
 } // namespace
+
+/* Whether this thread's copies to a GPU are left out. */
+STANDIN_API void standin_leave_out(bool leaves)
+{
+    leaves_out = leaves;
+}
 
 STANDIN_API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
 {
