@@ -271,6 +271,7 @@ def test_convolution_that_takes_another_workspace_has_not_failed(program):
 LONGER = """
 def drawn(numbers):
     length = 10 if min(numbers) == 0 and len(sys.argv) == 2 else 100
+    length = 15 if len(numbers) < int(sys.argv[1]) else length  # an epoch's last
     return torch.zeros(len(numbers), length, 64)
 
 
@@ -289,6 +290,17 @@ def test_program_that_takes_its_size_has_its_own_batches(program):
     [first] = found(*options, program(MODEL, LONGER), "{batch}")
     [all_long] = found(*options, program(MODEL, LONGER), "{batch}", "long")
     assert first["micro"] == pytest.approx(all_long["micro"], abs=1)
+    assert "Batches differ" in first["remark"] and not all_long["remark"]
+
+
+@on_standin
+@pytest.mark.parametrize("samples, is_long", [(1_000_000, True), (6, False)])
+def test_largest_of_the_first_batches_is_tried(program, samples, is_long):
+    options = ["--gpu", "h100", "--memory", "2GiB", "--", sys.executable]
+    [own] = found(*options, program(MODEL, LONGER.replace("1_000_000", str(samples))), "4")
+    [all_long] = found(*options, program(MODEL, LONGER), "4", "long")
+    assert (own["micro"] <= all_long["micro"] + 1) == is_long
+    assert ("Batches differ" in own["remark"]) == is_long
 
 
 # What the libraries would say of their workspaces: nothing was measured.

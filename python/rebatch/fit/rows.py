@@ -153,6 +153,8 @@ class Search:
     def _row(
         self, room: int, level: int, best: Optional[Tried], after: Optional[Tried], tries: int
     ) -> Row:
+        if best:
+            self._say(best.remark)
         if best and best.read_at:
             self._refuse_read_sizes(best, room, level)
         return Row(room, level, best, after, tries, self._subject.name, self._subject.samples)

@@ -31,6 +31,7 @@ class Tried:
     passes: int = 0  # before the first update, of a program without a Step
     asked: int = 0  # of the allocator, in all
     refused: int = 0  # workspaces that did not fit, in whose place others were taken
+    remark: str = ""  # a sentence below the table
     read_at: str = ""  # file and line of the program, where it has read a kernel's integers
 
 

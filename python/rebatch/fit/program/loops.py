@@ -32,6 +32,8 @@ from rebatch.fit.tried import UNLIMITED, GoOn, Request, Tried
 _MOST_UPDATES = 20
 # More passes before an update are an accumulation of gradients, in which memory repeats itself.
 _PASSES = 3
+# Batches that are looked at, of which one is tried; as long as they are alike; and their bytes.
+_AHEAD, _ALIKE, _MOST_AHEAD = 32, 3, 1 << 30
 
 
 def watch(asked: str) -> None:
@@ -137,6 +139,7 @@ class Watch:
         if self._returned == 1:
             self._begins_at = self._look_for_pass()
         if self._returned == self._begins_at:
+            loader.look_ahead()
             self._begin(_common_size(loader.last))
 
     def _look_for_pass(self) -> int:
@@ -194,11 +197,11 @@ class Watch:
         if rows:
             is_told = root or loop is not loops[0]
             remark = _VARIED.format(samples, "model is called with" if root else "loader returns")
-            remark = " ".join(filter(None, [remark if is_told else "", search.remark]))
+            remark = remark if is_told else ""
         else:
             rows = [search.row_of_own(room) for room in rooms]
             remark = _FIXED.format(remark.removeprefix("rebatch: "))
-        remark = " ".join(filter(None, [remark, _of_histories()]))
+        remark = " ".join(filter(None, [remark, search.remark, _of_histories()]))
         return answer_of(rows, outside, is_installed() or request["installs"], remark)
 
     def begin(
@@ -209,7 +212,8 @@ class Watch:
         loop: Optional[_Loop] = None,
     ) -> NoReturn:
         """A try in this process, with which the program goes on; of a batch that `loop` varies."""
-        self._try = _Try(request, reply, root, loop)
+        differ = self._loader is not None and self._loader.differ
+        self._try = _Try(request, reply, root, loop, differ)
         raise GoOn
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -224,6 +228,7 @@ class Watch:
 
 _UNKNOWN = "the tensors of a batch have no first dimension in common, and count as 1 sample"
 _VARIED = "A sample is one of the first dimension, {} in the program, of the tensors that its {}."
+_LARGEST = "Batches differ: the largest of the first ones is tried, and larger ones may follow."
 _HISTORY = (
     "LBFGS ends its iterations where gradients are 0, as all are here: its history, of up to "
     "{:.1f} MiB, does not count."
@@ -272,6 +277,15 @@ def _has_step() -> bool:
     return module is not None and any(live(module.Training))
 
 
+def _bytes_of(batch: Any) -> int:
+    """Of its tensors, which may be in objects."""
+    parts = [
+        leaf if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", None)
+        for leaf in tree_flatten(batch)[0]
+    ]
+    return sum(part.nbytes for part in tree_flatten(parts)[0] if isinstance(part, torch.Tensor))
+
+
 def _common_size(given: Any) -> int:
     """The first dimension that all tensors of a call share; 0: they share none."""
     tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor)]
@@ -287,6 +301,8 @@ class _Batches:
         self._collate, self._watch = collate, watch
         self.last: Any = None
         self.samples: Sequence[Any] = ()  # of which it was made
+        self._ahead: List[Any] = []  # batches that the program has not been given yet
+        self.differ = False
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """As the program does."""
@@ -298,13 +314,29 @@ class _Batches:
         count = len(self.samples)
         self.last = self._collate([self.samples[at * count // size] for at in range(size)])
 
+    def look_ahead(self) -> None:
+        """The last batch becomes the largest of it and some that follow, if these differ; but for
+        one that is smaller because it has fewer samples, as an epoch's last."""
+        there, sizes = [(self.last, self.samples)], [_bytes_of(self.last)]
+        while len(there) < (_AHEAD if self.differ else _ALIKE) and sum(sizes) < _MOST_AHEAD:
+            try:
+                batch = next(self.plain)
+            except StopIteration:
+                break
+            there.append((batch, self.samples))
+            sizes.append(_bytes_of(batch))
+            is_part = sizes[-1] < sizes[0] and len(self.samples) < len(there[0][1])
+            self.differ |= sizes[-1] != sizes[0] and not is_part
+        self.last, self.samples = there.pop(sizes.index(max(sizes)))
+        self._ahead = [batch for batch, _ in there]
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._watch.repeats(self):
             return copy.deepcopy(self.last)
-        self.last = next(self.plain)
+        self.last = self._ahead.pop(0) if self._ahead else next(self.plain)
         self._watch.returns(self)
         # The program may change it: move it to the GPU, take something out.
         return copy.deepcopy(self.last) if self._watch.repeats(self) else self.last
@@ -354,6 +386,7 @@ class _Try:
         reply: Reply,
         root: Optional[torch.nn.Module],
         loop: Optional[_Loop],
+        differ: bool,  # the batches that the program loads
     ):
         self._request, self._reply = request, reply
         self._root = root  # whose call begins a pass
@@ -363,8 +396,10 @@ class _Try:
         elif loop and loop.found not in (0, request.size):
             self._growth = Growth(loop.found, request.size, loop.grows_like_weights)
         self._known_passes = loop.passes if loop else 0
+        self._remark = _LARGEST if differ else ""
         self._passes, self._passes_before, self._updates = int(bool(root)), 0, dict[int, int]()
-        self._rounds, self._watched = 0, copies.Updates()  # in which each optimizer has stepped
+        self._rounds = 0  # in which each optimizer has stepped
+        self._watched = copies.Updates(differ and loop is None)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._failed, self._failed_operations = ooms(self._device), integers.start().ooms
         if self._growth:
@@ -449,6 +484,7 @@ class _Try:
                 libraries=library.standin_libraries(),
                 held=self._held(),
                 passes=self._passes_before,
+                remark=self._remark,
                 refused=ooms(self._device) - self._failed,
                 **copies.taken(self._device),
             )
