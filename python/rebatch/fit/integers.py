@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from rebatch.fit.controls import standin
 from rebatch.fit.error import FitError
-from rebatch.torch.private import TorchDispatchMode
+from rebatch.torch.private import TorchDispatchMode, storage_address
 
 # Bytes of a tensor that is computed; and of one that is computed from a kernel's zeros, by which
 # programs decide too: whether a loss is finite.
@@ -59,6 +59,8 @@ class Integers(TorchDispatchMode):
         # some, and the most that one may be which is a count. As long as one is here, no other has
         # its address.
         self._unknown: dict[int, tuple[Any, int]] = {}
+        # Likewise those of floats that integers alone have made, as a mask's sum.
+        self._counts: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,7 +110,7 @@ class Integers(TorchDispatchMode):
             return result
         *_, source = _tensors(args)
         is_decision = source.numel() == 1 and source.dtype == torch.bool
-        if is_decision or not _is_integer(source) or self._is_known(source):
+        if is_decision or not self._is_count(source) or self._is_known(source):
             return result
         frame = _frame()
         if frame.f_code.co_filename.startswith(_OURS):  # what rebatch itself reads is no size
@@ -194,43 +196,62 @@ class Integers(TorchDispatchMode):
     # ---- what is known ----
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self._unknown
+        return storage_address(tensor) not in self._unknown
+
+    def _is_count(self, tensor: Any) -> bool:
+        """Whether it holds integers, or what these alone have made."""
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            return isinstance(tensor, torch.Tensor) and _is_integer(tensor)
+        is_there = tensor.is_cuda and tensor.layout == torch.strided
+        return is_there and storage_address(tensor) in self._counts
 
     def _most_of(self, tensor: torch.Tensor) -> int:
         """0: it is no count."""
-        return self._unknown.get(tensor.untyped_storage()._cdata, (None, 0))[1]
+        return self._unknown.get(storage_address(tensor), (None, 0))[1]
 
     def _follow(self, func: Any, effect: _Effect, result: Any, args: Any, kwargs: Any) -> None:
         """Compute the integers that an operation has written, and note whether they are known."""
-        if isinstance(result, torch.Tensor) and (
-            result.is_floating_point() or not (result.is_cuda or effect.mutates)
-        ):
+        if isinstance(result, torch.Tensor) and not (result.is_cuda or effect.mutates):
+            return
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+        if is_float and not (args and self._is_count(args[0])):  # most are so
             return
         written = effect.written(result, args, kwargs)
-        if not any(t.is_cuda and _is_integer(t) for t in written):
-            return
         read = [] if effect.ignores else [*_tensors((args[effect.overwrites :], kwargs))]
-        have_values = all(_is_integer(tensor) or not tensor.is_cuda for tensor in read)
-        most = _MOST if have_values else _MOST_OF_ZEROS
+        have_values = all(self._is_count(tensor) or not tensor.is_cuda for tensor in read)
+        makes_counts = have_values and any(tensor.is_cuda for tensor in read)
+        followed = []
+        for tensor in (each for each in written if each.is_cuda):
+            if _is_integer(tensor) or makes_counts and tensor.layout == torch.strided:
+                followed.append(tensor)
+            elif self._is_count(tensor):
+                del self._counts[storage_address(tensor)]
+        if not followed:
+            return
+        most = _MOST if have_values and all(map(_is_integer, (*read, *written))) else _MOST_OF_ZEROS
         is_computed = effect.is_collective
         is_here = not effect.is_collective and not effect.draws
         if is_here and all(tensor.nbytes <= most for tensor in (*read, *written)):
             with contextlib.suppress(Exception):  # what the host lacks
                 is_computed = _is_whole(_sent(func, args, kwargs), written) or _compute(
-                    func, effect, written, args, kwargs
+                    func, effect, written, args, kwargs, makes_counts
                 )
         is_known = is_computed and have_values and all(map(self._is_known, read))
-        counted = [tensor for tensor in read if _is_integer(tensor)]
+        counted = [tensor for tensor in read if self._is_count(tensor)]
         most = max(map(self._most_of, counted), default=0)
         if func.overloadpacket in _COUNTS and counted:
             most = counted[0].numel() // max(written[0].numel(), 1)
-        for tensor in written:
+        for tensor in followed:
             self._mark(tensor, is_known, effect.overwrites, most)
 
     def _mark(
         self, tensor: torch.Tensor, is_known: bool, is_overwritten: bool, most: int = 0
     ) -> None:
         storage = tensor.untyped_storage()
+        if tensor.is_floating_point():
+            if len(self._counts) % 1024 == 1023:
+                self._counts = {k: each for k, each in self._counts.items() if not each.expired()}
+            self._counts[storage._cdata] = StorageWeakRef(storage)
         if not is_known:
             if len(self._unknown) % 1024 == 1023:
                 old = self._unknown.items()
@@ -375,14 +396,14 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((count,), (1,), tensor.storage_offset())
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: Any, has_floats: bool = False) -> Any:
     """A tensor's copy in host memory, and the host in place of a GPU. What a kernel would have
-    written is zeros."""
+    written is zeros: floats, but where they are counts."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
     if not isinstance(leaf, torch.Tensor) or not leaf.is_cuda:
         return leaf
-    if not _is_integer(leaf):
+    if not _is_integer(leaf) and not has_floats:
         return torch.zeros((), dtype=leaf.dtype).expand(leaf.size())
     if not leaf.numel():
         return torch.empty_like(leaf, device="cpu")
@@ -397,9 +418,11 @@ def _on_gpu(values: Any, device: torch.device) -> Any:
     return made
 
 
-def _compute(func: Any, effect: _Effect, written: Any, args: Any, kwargs: Any) -> bool:
+def _compute(
+    func: Any, effect: _Effect, written: Any, args: Any, kwargs: Any, has_floats: bool
+) -> bool:
     """Give what an operation has written the values that it has on the host. Whether it has."""
-    on_host = tree_map(_on_host, args), tree_map(_on_host, kwargs)
+    on_host = tree_map(lambda leaf: _on_host(leaf, has_floats), (args, kwargs))
     values = func(*on_host[0], **on_host[1])
     return _fill(written, effect.written(values, *on_host))
 

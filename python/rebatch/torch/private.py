@@ -105,6 +105,7 @@ __all__ = [
     "is_profiling",
     "parametrize",
     "set_group_timeout",
+    "storage_address",
     "sync_module_states",
     "to_kwargs",
     "tree_flatten",
@@ -125,6 +126,13 @@ default_device_context = functools.partial(
 def empty_parametrizations() -> None:
     """Forget what parametrize.cached() keeps."""
     parametrize._cache = {}
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Of what owns its memory, without an object of that: PyTorch does not add a gradient in place
+    whose memory has one."""
+    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+    return address
 
 
 def collectives() -> int:

@@ -188,6 +188,8 @@ def test_a_size_that_a_kernel_decides_is_refused_by_file_and_line(name):
 READ = {
     "number": lambda scores: int(scores.argmax(-1)[0]),
     "count": lambda scores: (scores > 0.5).sum().item(),
+    "count as a float": lambda scores: (scores > 0.5).float().sum().item(),
+    "share": lambda scores: (scores.argmax(-1) == 1).double().mean().item(),
     "list": lambda scores: torch.nn.functional.one_hot(scores.argmax(-1), 4).sum(0).tolist(),
     "copy": lambda scores: scores.topk(2).indices.cpu(),
     "mask": lambda scores: (scores > 0.5).to("cpu"),
@@ -205,6 +207,23 @@ def test_integers_of_a_kernel_are_noted_where_they_are_read(name, integers):
         assert plain.dtype == other.dtype and not (plain == other).any()
     else:
         assert plain != other
+
+
+def test_floats_that_integers_alone_make_are_known():
+    mask, lengths = MASK.cuda(), LENGTHS.cuda()
+    with Integers(reads_others=True) as integers:
+        assert int(mask.float().sum().item()) == int(MASK.sum())
+        assert lengths.float().max().item() == 6 and lengths.float().mean().item() == 15 / 4
+        halves = (lengths / 2).ceil()
+        assert halves.long().tolist() == [3, 2, 3, 1]
+        within = torch.arange(6, device="cuda")[None] < halves[:, None]
+        assert torch.randn(4, 6, 8, device="cuda")[within].shape == (9, 8)
+        total = torch.zeros(1, device="cuda")
+        total += lengths.sum()
+        weights = mask.float()
+        weights *= torch.randn(4, 6, device="cuda")
+        assert weights.sum().item() != int(MASK.sum())  # a kernel's
+    assert not integers.read_at
 
 
 def test_what_is_known_is_read_as_it_is():
