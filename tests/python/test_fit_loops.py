@@ -290,7 +290,6 @@ def test_program_that_takes_its_size_has_its_own_batches(program):
     [first] = found(*options, program(MODEL, LONGER), "{batch}")
     [all_long] = found(*options, program(MODEL, LONGER), "{batch}", "long")
     assert first["micro"] == pytest.approx(all_long["micro"], abs=1)
-    assert "Batches differ" in first["remark"] and not all_long["remark"]
 
 
 @on_standin

@@ -25,9 +25,6 @@ from rebatch.torch.undo.copies import own_part
 _UPDATES = 3
 # What the allocator holds may go on changing.
 _MOST_UPDATES = 10
-# The same of batches that differ, and how many in a row.
-_OF_OTHERS = 4, 20
-_ALIKE = 1.01  # in bytes
 
 
 # ---- in a copy ----
@@ -88,20 +85,18 @@ def restart(device: torch.device) -> None:
 
 
 class Updates:
-    """Of a try: some, and then others until one has asked for no memory and kept no more; or until
-    several have not, where their batches differ."""
+    """Of a try: some, and then others until one has asked for no memory and kept no more."""
 
-    def __init__(self, differ: bool = False) -> None:
-        self._count = self._quiet = self._asked = self._kept = 0
-        self._needed, self._most = _OF_OTHERS if differ else (1, _MOST_UPDATES)
+    def __init__(self) -> None:
+        self._count = self._asked = self._kept = 0
 
     def suffice(self) -> bool:
         """At the end of each."""
         asked, kept = standin().standin_allocations(), torch.cuda.memory_allocated()
-        is_quiet = asked == self._asked and kept <= self._kept * _ALIKE
+        is_settled = asked == self._asked and kept <= self._kept
         self._asked, self._kept = asked, max(kept, self._kept)
-        self._count, self._quiet = self._count + 1, self._quiet + 1 if is_quiet else 0
-        return self._count >= (_UPDATES if self._quiet >= self._needed else self._most)
+        self._count += 1
+        return self._count >= (_UPDATES if is_settled else _MOST_UPDATES)
 
 
 def is_installed() -> bool:

@@ -139,7 +139,8 @@ class Watch:
         if self._returned == 1:
             self._begins_at = self._look_for_pass()
         if self._returned == self._begins_at:
-            loader.look_ahead()
+            if not self._sized:  # which has its own batches, in their order
+                loader.look_ahead()
             self._begin(_common_size(loader.last))
 
     def _look_for_pass(self) -> int:
@@ -399,7 +400,7 @@ class _Try:
         self._remark = _LARGEST if differ else ""
         self._passes, self._passes_before, self._updates = int(bool(root)), 0, dict[int, int]()
         self._rounds = 0  # in which each optimizer has stepped
-        self._watched = copies.Updates(differ and loop is None)
+        self._watched = copies.Updates()
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._failed, self._failed_operations = ooms(self._device), integers.start().ooms
         if self._growth:
