@@ -236,7 +236,7 @@ def warn_of_accumulation() -> bool:
     """Where a Backward that goes backward by itself was called within accelerate's accumulate().
     Returns whether it was."""
     kind = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    if getattr(kind, "_shared_state", {}).get("sync_gradients", True):
+    if kind is None or kind().sync_gradients:  # what all its objects share
         return False
     warnings.warn(
         "rebatch: backward(batch) was called within accelerate's accumulate(), and nothing divides "
