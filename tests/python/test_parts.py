@@ -12,6 +12,7 @@ import torch
 import rebatch.torch as rebatch
 from rebatch.testing import fail_once
 from models import FailAt, fails_above, make, same_bits, state_of
+from test_gradients_outside import FailsInBackward
 
 COUNTER = 0
 
@@ -333,24 +334,6 @@ def test_what_functions_of_the_block_change_is_told_and_what_comes_later_is_not(
     assert backward.report.micro == 8 and len(texts) == counts
     assert not counts or name in texts[0]
     assert below.seen == after["meters"][0].seen == 16 * (in_step + 3)
-
-
-class FailsInBackward(torch.autograd.Function):
-    """Where `left` calls are over: when the gradients of what comes after it are there."""
-
-    __module__ = "torch"  # it is not looked at, and may count
-    left = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        FailsInBackward.left -= 1
-        if FailsInBackward.left == 0:
-            out_of_memory()
-        return gradient
 
 
 @pytest.mark.parametrize("is_helped", (False, True))
