@@ -99,6 +99,7 @@ def main(parts, arguments=None):
     parser.add_argument("parts", nargs="*", help="parts and sets; default: all that can run here")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each part at most")
     parser.add_argument("--commit", help="of the code, where there is no repository")
+    parser.add_argument("--once", action="store_true", help="instead of several runs")
     parser.add_argument("--try", dest="is_try", action="store_true", help="with tiny models")
     given = parser.parse_intermixed_args(arguments)
     names = gpus_of_machine()
@@ -115,7 +116,7 @@ def main(parts, arguments=None):
             machine, began = f"{os.cpu_count()} cores, host device", time.monotonic()
             if part.gpus:
                 machine = f"{part.gpus} x " * (part.gpus > 1) + (names or ["no GPU"])[0]
-            run = Run(log, min(part.seconds, given.seconds, SECONDS), given.is_try)
+            run = Run(log, min(part.seconds, given.seconds, SECONDS), given.is_try, given.once)
             failure = None
             if part.gpus > len(names) and not given.is_try:
                 failure = f"it needs {part.gpus} GPUs, and PyTorch finds {len(names)}"

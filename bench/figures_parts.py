@@ -305,7 +305,7 @@ def contrastive_installed(run):
     yield from contrastive_rows(run, " --install", ", `install()`")
 
 
-@part("bench/speech.py" + TORCH, gpus=1, seconds=180)
+@part("bench/speech.py" + TORCH, gpus=1, seconds=140)
 def speech(run):
     found = by(run.python("speech.py", "--cpu"), "way")
     for name, key in (("samples a second", "samples/s"), ("OOMs", "OOMs")):
@@ -316,7 +316,7 @@ def speech(run):
 
 @part("bench/budget.py examples/python/token_budget.py" + TORCH, gpus=1, seconds=220)
 def budget(run):
-    for limit in (5, 8, 16):
+    for limit in (16, 8, 5):
         flags = f"budget.py --limit {limit}GiB --updates"
         found = by(run.python(f"{flags} 5", "--width 64 --updates 2"), "way")
         columns = {"rebatch": "cost, learn", "sampler": "Budget", "fixed count": "fixed count"}

@@ -63,13 +63,14 @@ def median_of(values):
 class Run:
     """What a part runs programs with, until its bound."""
 
-    def __init__(self, log, seconds, is_try=False):
+    def __init__(self, log, seconds, is_try=False, is_once=False):
         self.log, self.seconds, self.is_try = log, seconds, is_try
+        self.is_once = is_once or is_try
         self.until = time.monotonic() + seconds
 
     def lines(self, command, times=1, has_words=True):
         """Of a command: each number is the median of so many runs."""
-        found = [list(read(self.output(command))) for _ in range(times)]
+        found = [list(read(self.output(command))) for _ in range(1 if self.is_once else times)]
         if not has_words:
             found = [[line for line in lines if "words" not in line] for lines in found]
         if len({len(lines) for lines in found}) > 1:
@@ -108,6 +109,6 @@ class Run:
     def python(self, program, small="", times=1, ranks=0, has_words=False):
         """Its JSON objects. `small` are the flags of --try, in place of the program's own."""
         if self.is_try:
-            program, times = f"{program.split()[0]} {small}", 1
+            program = f"{program.split()[0]} {small}"
         launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} " if ranks else ""
         return self.lines(f"{sys.executable} {launch}bench/{program}", times, has_words)

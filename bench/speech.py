@@ -19,7 +19,7 @@ from torch import nn
 
 import rebatch.torch as rebatch
 
-LONGEST, SETTLED = 35, 0.25  # seconds; the part of micro-batches before the clock starts
+LONGEST, SETTLED = 35, 0.25  # seconds; the part of the time before samples are counted
 
 
 class Encoder(nn.Module):
@@ -95,15 +95,17 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def measured(self, way, parts, number, **others):
+    def measured(self, way, parts, seconds, **others):
         """Each micro-batch is an update."""
-        samples, began, skipped = 0, time.perf_counter(), 0
-        for done, part in enumerate(parts):
-            if done == int(SETTLED * number):
-                self.wait()
-                samples, began = 0, time.perf_counter()
-            if done == number:
+        samples, skipped, settled = 0, 0, False
+        began = time.perf_counter()
+        for part in parts:
+            spent = time.perf_counter() - began
+            if settled and spent > (1 - SETTLED) * seconds:
                 break
+            if not settled and spent > SETTLED * seconds:
+                self.wait()
+                samples, began, settled = 0, time.perf_counter(), True
             try:
                 with self.budget.measure(len(part) * max(part), max(part)):
                     self.run(part)
@@ -139,20 +141,20 @@ class Training:
 def main():
     parser = argparse.ArgumentParser(description="Samples a second, found and fixed.")
     parser.add_argument("--limit", default="8GiB")
-    parser.add_argument("--micro-batches", type=int, default=800)
+    parser.add_argument("--seconds", type=float, default=40, help="of each way")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     if given.cpu:
-        shape, most, number = (torch.device("cpu"), 16, 2, 1), 2, 8
+        shape, most, seconds = (torch.device("cpu"), 16, 2, 1), 2, 2
     else:
         rebatch.install(limit=given.limit)
-        shape, most, number = (torch.device("cuda"), 384, 6, 4), 512, given.micro_batches
+        shape, most, seconds = (torch.device("cuda"), 384, 6, 4), 512, given.seconds
     fixed = Training(*shape)
     count = fixed.largest_count(most)
-    fixed.measured("fixed count", by_count(count), number, count=count)
+    fixed.measured("fixed count", by_count(count), seconds, count=count)
     del fixed
     found = Training(*shape)
-    found.measured("budget by length", by_budget(found.budget), number)
+    found.measured("budget by length", by_budget(found.budget), seconds)
 
 
 if __name__ == "__main__":
