@@ -160,8 +160,7 @@ REBATCH_API rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *devi
  *  @param memory  from rebatch_pinned_alloc(); NULL is allowed
  *  @param bytes   the size with which it was allocated
  *  @return REBATCH_OK; REBATCH_E_INVALID for memory that did not come from this device, or for
- *          another size (a GPU does not check the size); REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE,
- *          REBATCH_E_DEVICE_LOST */
+ *          another size; REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes);
 
 #ifdef __cplusplus

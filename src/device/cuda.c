@@ -284,7 +284,6 @@ static rebatch_status cuda_pinned_alloc(void *self, void **out, size_t bytes)
     leave(cuda, entered);
     if (code != CODE_OUT_OF_MEMORY)
         return rebatch_from_cuda(cuda->device, code);
-    *out = NULL;
     return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu pinned bytes", bytes);
 }
 

@@ -17,6 +17,7 @@ rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_o
     device->ops = ops;
     device->self = self;
     device->others.bytes = SIZE_MAX;
+    pthread_mutex_init(&device->pinned_lock, NULL);
     (void)snprintf(device->name, sizeof device->name, "%s", name);
     *out = device;
     return REBATCH_OK;
@@ -35,6 +36,8 @@ void rebatch_device_close(rebatch_device *device)
         return;
     }
     device->ops->close(device->self);
+    rbi_pinned_forget(device);
+    pthread_mutex_destroy(&device->pinned_lock);
     rbi_heap_free(device);
 }
 
@@ -193,34 +196,6 @@ rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value, siz
         return status;
     status = check_range(to, bytes, "to");
     return status ? status : device->ops->fill(device->self, to, value, bytes, stream);
-}
-
-/* Where pinned memory is asked for or given back. */
-static rebatch_status check_pinned(const rebatch_device *device, size_t bytes)
-{
-    if (!device)
-        return check_device(device);
-    if (!device->ops->pinned_alloc)
-        return rbi_error(REBATCH_E_UNSUPPORTED, "device %s has no pinned host memory",
-                         device->name);
-    return bytes ? REBATCH_OK : rbi_error(REBATCH_E_INVALID, "bytes is 0: expected at least 1");
-}
-
-rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *device, size_t bytes)
-{
-    if (!out)
-        return rbi_error(REBATCH_E_INVALID, "out is NULL");
-    *out = NULL;
-    const rebatch_status status = check_pinned(device, bytes);
-    return status ? status : device->ops->pinned_alloc(device->self, out, bytes);
-}
-
-rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes)
-{
-    if (device && !memory)
-        return REBATCH_OK;
-    const rebatch_status status = check_pinned(device, bytes);
-    return status ? status : device->ops->pinned_free(device->self, memory, bytes);
 }
 
 /* ---- for the rest of the library ---- */

@@ -4,6 +4,8 @@
 #ifndef RBI_DEVICE_H
 #define RBI_DEVICE_H
 
+#include <pthread.h>
+
 #include "base/base.h"
 #include "rebatch/device.h"
 
@@ -55,7 +57,8 @@ struct rbi_device_ops {
      * clears it: REBATCH_OK when there is none. */
     rebatch_status (*take_last_error)(void *self);
     /* Host memory, aligned to a page, that the device reaches under the same address: both or
-     * neither. REBATCH_E_HOST_OOM when there is none. */
+     * neither. REBATCH_E_HOST_OOM when there is none. What is freed was allocated with that size.
+     */
     rebatch_status (*pinned_alloc)(void *self, void **out, size_t bytes);
     rebatch_status (*pinned_free)(void *self, void *memory, size_t bytes);
     /* Between the first two, what this thread enqueues on the stream does not run: it becomes the
@@ -119,7 +122,12 @@ struct rebatch_device {
     void *self;
     char name[64];
     char driver[64]; /* what drives it, with its version; "": nothing that could change */
+    pthread_mutex_t pinned_lock;
+    struct rbi_pinned *pinned; /* what pinned memory was given out, the latest first */
 };
+
+/* At the end of a device: the records of pinned memory that was not given back. */
+void rbi_pinned_forget(rebatch_device *device);
 
 /* Wraps `self` into a device; on failure the caller still owns `self`. */
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,

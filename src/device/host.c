@@ -10,13 +10,6 @@
 
 #define DEFAULT_PAGE_BYTES 65536u
 
-/* Pinned memory that was given out. */
-struct pinned {
-    struct pinned *next;
-    void *memory;
-    size_t bytes;
-};
-
 struct host {
     size_t page_bytes;
     pthread_mutex_t lock;      /* of everything below */
@@ -25,7 +18,6 @@ struct host {
     size_t overflow_bytes;     /* what is left beside the cap */
     struct rbi_host_file file; /* what physical memory is made of */
     rebatch_stream streams;    /* list of all that are open */
-    struct pinned *pinned;     /* list, the latest first */
 };
 
 static void host_close(void *self)
@@ -35,11 +27,6 @@ static void host_close(void *self)
         rebatch_stream stream = host->streams;
         host->streams = *rbi_host_stream_next(stream);
         rbi_host_stream_destroy(stream);
-    }
-    while (host->pinned) {
-        struct pinned *pinned = host->pinned;
-        host->pinned = pinned->next;
-        rbi_heap_free(pinned);
     }
     rbi_host_file_close(&host->file);
     pthread_mutex_destroy(&host->lock);
@@ -240,54 +227,18 @@ static rebatch_status host_map_export(void *self, void *address, size_t bytes, i
 
 static rebatch_status host_pinned_alloc(void *self, void **out, size_t bytes)
 {
-    struct host *host = self;
-    struct pinned *pinned = rbi_heap_calloc(1, sizeof *pinned);
-    void *memory = MAP_FAILED;
-    if (pinned)
-        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-        rbi_heap_free(pinned);
+    (void)self;
+    void *const memory =
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
         return rbi_error(REBATCH_E_HOST_OOM, "the machine has no room for %zu bytes", bytes);
-    }
-    pthread_mutex_lock(&host->lock);
-    *pinned = (struct pinned){host->pinned, memory, bytes};
-    host->pinned = pinned;
-    pthread_mutex_unlock(&host->lock);
     *out = memory;
-    return REBATCH_OK;
-}
-
-/* Takes the record of `memory` off the list. The lock is held. */
-static rebatch_status take_pinned(struct pinned **out, struct host *host, const void *memory,
-                                  size_t bytes)
-{
-    struct pinned **link = &host->pinned;
-    while (*link && (*link)->memory != memory)
-        link = &(*link)->next;
-    *out = *link;
-    if (!*link)
-        return rbi_error(REBATCH_E_INVALID,
-                         "the host device has given out no pinned memory at %p, or it was freed "
-                         "already",
-                         memory);
-    if ((*link)->bytes != bytes)
-        return rbi_error(REBATCH_E_INVALID,
-                         "bytes is %zu: expected %zu, as the pinned memory at %p was allocated",
-                         bytes, (*link)->bytes, memory);
-    *link = (*link)->next;
     return REBATCH_OK;
 }
 
 static rebatch_status host_pinned_free(void *self, void *memory, size_t bytes)
 {
-    struct host *host = self;
-    struct pinned *pinned;
-    pthread_mutex_lock(&host->lock);
-    const rebatch_status status = take_pinned(&pinned, host, memory, bytes);
-    pthread_mutex_unlock(&host->lock);
-    if (status)
-        return status;
-    rbi_heap_free(pinned);
+    (void)self;
     if (munmap(memory, bytes) != 0)
         return rbi_error(REBATCH_E_DEVICE, "the machine did not take back %zu bytes at %p", bytes,
                          memory);

@@ -531,6 +531,11 @@ Test(device_driver, large_pinned_memory_is_mapped_and_registered)
     (void)snprintf(expected, sizeof expected,
                    "DeviceGetAttribute 91 100\nMemHostRegister_v2 %zu 3\n", bytes);
     expect_told(expected);
+    cr_assert_eq(rebatch_pinned_free(device, memory, 2 * bytes), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_pinned_free(device, memory, PAGE), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_pinned_free(device, memory + PAGE, bytes), REBATCH_E_INVALID);
+    cr_assert(is_mapped(memory));
+    expect_told("");
     cr_assert_eq(rebatch_pinned_free(device, memory, bytes), REBATCH_OK);
     expect_told("DeviceGetAttribute 91 100\nMemHostUnregister \n");
     cr_assert_not(is_mapped(memory));
