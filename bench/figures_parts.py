@@ -266,7 +266,8 @@ def yielding(run):
     cells = {"rebatch": ratio(half["part_of_choice"]), "others": "begun at that limit: 1"}
     yield HOST, f"{row}: speed afterwards", cells
     [three] = run.python("yield.py three --seconds 10", "three --small --seconds 2")
-    cells = {"rebatch": ratio(three["parts"][1]), "others": "one alone: 1"}
+    others = f"one alone: 1; three plain loops: {ratio(three['plain'])}"
+    cells = {"rebatch": ratio(three["parts"][1]), "others": others}
     yield HOST, "three trainings on one card, the others give memory: speed of all", cells
 
 

@@ -5,7 +5,9 @@
 
 `half` has the milliseconds until the memory is free, the updates lost, and tokens a second with the
 bound / those of a training whose limit is that from its start. `three` has tokens a second of all /
-those of one alone, of two, of three and of two again. Needs the package rebatch and a GPU."""
+those of one alone, of two, of three and of two again; and those of three plain loops that begin
+with a quarter of the batch as micro-batch, all at once and without rebatch: what a card loses that
+three processes share. Needs the package rebatch and a GPU."""
 
 import argparse
 import json
@@ -21,21 +23,31 @@ import rebatch
 COMMAND = str(pathlib.Path(rebatch.__file__).parent / "rebatch")
 
 
-def train(size, folder, limit):
-    """Until it or who started it ends. A line of `steps`: time, whether all counted, tokens."""
+def recovered(size, folder, limit):
     import rebatch.torch as rebatch_torch
     from pytorch import Training
 
     options = dict(growth=True, grow_after=2, micro_start=0, log_level="quiet")
     training = Training("install+Step", size, limit=limit, **options)
     rebatch_torch.yield_to(folder / "socket")
+    return training
+
+
+def plain(size):
+    from pytorch import Training
+
+    return Training("native", size, micro=size["batch"] // 4)
+
+
+def train(training, size, folder):
+    """Until it or who started it ends. A line of `steps`: time, whether all counted, tokens."""
     batch, tokens = training.batch(), size["batch"] * size["model"][2]
     number, starter = 0, os.getppid()
     with open(folder / "steps", "w") as steps:
         while os.getppid() == starter:
             training.run(batch)
-            report = training.step.report
-            is_whole = report.samples == size["batch"] and report.step == number
+            did = getattr(training, "step", None)
+            is_whole = not did or (did.report.samples, did.report.step) == (size["batch"], number)
             print(time.time(), int(is_whole), tokens, file=steps, flush=True)
             number += 1
 
@@ -43,10 +55,10 @@ def train(size, folder, limit):
 class Child:
     """A training in a process of its own, which has begun."""
 
-    def __init__(self, arguments, limit=0):
+    def __init__(self, arguments, limit=0, plain=False):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="rebatch-bench-"))
         command = [sys.executable, __file__, "train", "--folder", self.folder, "--limit", limit]
-        command += ["--small"] * arguments.small
+        command += ["--small"] * arguments.small + ["--plain"] * plain
         self.process = subprocess.Popen([str(word) for word in command])
         while len(self.steps()) < 4:
             if self.process.poll() is not None:
@@ -121,8 +133,12 @@ def three(arguments):
     lost = sum(not is_whole for child in children for _, is_whole, _ in child.steps())
     for child in children:
         child.end()
+    children = [Child(arguments, plain=True) for _ in range(3)]
+    plain_loops = round(speed(children, arguments.seconds) / alone, 3)
+    for child in children:
+        child.end()
     parts = [round(part / alone, 3) for part in parts]
-    return dict(parts=parts, lost=lost, ended=ended, answers=answers)
+    return dict(parts=parts, plain=plain_loops, lost=lost, ended=ended, answers=answers)
 
 
 def main():
@@ -132,12 +148,15 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="of each measurement")
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     size = dict(model=(768, 12, 1024, 50304), batch=64)
     if arguments.small:
         size = dict(model=(128, 2, 64, 512), batch=96)
     if arguments.scenario == "train":
-        train(size, arguments.folder, arguments.limit)
+        folder = arguments.folder
+        is_plain, limit = arguments.plain, arguments.limit
+        train(plain(size) if is_plain else recovered(size, folder, limit), size, folder)
     result = {"half": half, "three": three}[arguments.scenario](arguments)
     print(json.dumps({"scenario": arguments.scenario, **result}))
 
