@@ -544,7 +544,7 @@ typedef struct rebatch_step_report {
 
 /** Where guarded state is. */
 typedef enum rebatch_guard_kind {
-    REBATCH_GUARD_HOST = 1,  /**< host memory, copied with memcpy() */
+    REBATCH_GUARD_HOST = 1,  /**< host memory; callbacks wait for enqueued work that changes it */
     REBATCH_GUARD_DEVICE = 2 /**< device memory, copied on the session's stream */
 } rebatch_guard_kind;
 

@@ -3,7 +3,6 @@
 #include <math.h>
 
 #include "check/check.h"
-#include "device/device.h"
 
 #define DEFAULT_MOST_OOMS 100
 #define DEFAULT_MAX_SECONDS 300
@@ -13,7 +12,7 @@
 static void was_cleared(void *user)
 {
     struct rbi_check *c = user;
-    if (c->is_first && !rbi_device_synchronize(rbi_session_device(c->rb)))
+    if (c->is_first)
         (void)rbi_values_read(&c->other, &c->items);
 }
 

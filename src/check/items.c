@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "check/check.h"
+#include "device/device.h"
 
 /* ---- where it is ---- */
 
@@ -193,9 +194,15 @@ rebatch_status rbi_check_digest(uint64_t *out, const rebatch *rb, const char *ad
     return status;
 }
 
+/* What is enqueued may change host memory too. */
+static rebatch_status wait_for_work(const struct rbi_items *items)
+{
+    return rbi_device_synchronize(rbi_session_device(items->rb));
+}
+
 rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items)
 {
-    rebatch_status status = REBATCH_OK;
+    rebatch_status status = wait_for_work(items);
     rbi_assert(items->count <= values->count);
     for (size_t i = 0; i < items->count && !status; i++) {
         const struct rbi_item *const item = &items->list[i];
@@ -210,7 +217,7 @@ rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items
 
 rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items)
 {
-    rebatch_status status = REBATCH_OK;
+    rebatch_status status = wait_for_work(items);
     rbi_assert(items->count <= values->count);
     for (size_t i = 0; i < items->count && !status; i++) {
         const struct rbi_item *const item = &items->list[i];

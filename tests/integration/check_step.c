@@ -143,7 +143,7 @@ static void check_is_clean(const rebatch_options *options, const rebatch_step_op
     OPEN(trainer, t, NONE, options);
     cr_expect_eq(rebatch_check(t.run.rb, ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
-    cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
+    cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
     cr_expect_eq(report.watched, 3);
     cr_expect_eq(report.micro, rebatch_get_micro(t.run.rb, BATCH));
     cr_expect_eq(report.ooms, report.allocations);
@@ -183,7 +183,7 @@ Test(check_step, more_samples_than_fit_are_checked_at_the_size_that_fits)
     OPEN(trainer, t, NONE, &OPTIONS(.pool.limit_bytes = KIB(64)));
     cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
-    cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
+    cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
     cr_expect_lt(report.micro, BATCH);
     cr_expect_gt(report.ooms, 0);
 }
@@ -365,4 +365,63 @@ Test(check_step, an_update_that_never_declares_is_told_where_no_copy_can_run)
         cr_expect_eq(strstr(text, "optimizer_step never calls rebatch_mutating()") != NULL,
                      !declares, "%s", text);
     }
+}
+
+/* ---- host memory that work of a stream changes ---- */
+
+struct late_sum {
+    struct check_run run;
+    rebatch_device *device;
+    rebatch_stream stream;
+    double loss;
+};
+
+static void clear_late(void *user)
+{
+    (void)usleep(1000);
+    ((struct late_sum *)user)->loss = 0;
+}
+
+static void add_late(void *user)
+{
+    (void)usleep(1000);
+    ((struct late_sum *)user)->loss += 1.0 / BATCH;
+}
+
+static rebatch_status clear_on_stream(void *user)
+{
+    struct late_sum *t = user;
+    return rebatch_stream_call(t->device, t->stream, clear_late, t);
+}
+
+static rebatch_status add_on_stream(const rebatch_microbatch *mb, void *user)
+{
+    struct late_sum *t = user;
+    float *memory;
+    rebatch_status status = check_alloc(&memory, mb, mb->count * KIB(4));
+    if (status)
+        return status;
+    rebatch_mutating(t->run.rb);
+    for (size_t i = 0; i < mb->count && !status; i++)
+        status = rebatch_stream_call(t->device, t->stream, add_late, t);
+    return status ? status : rebatch_pool_free(mb->pool, memory);
+}
+
+Test(check_step, what_a_stream_changes_in_host_memory_is_waited_for)
+{
+    const rebatch_step_ops ops = check_step_ops(clear_on_stream, add_on_stream);
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_check_report report;
+    struct late_sum t = {.loss = 0};
+    OK(rebatch_device_open_host(&t.device, MIB(4), NULL));
+    OK(rebatch_stream_create(&t.stream, t.device));
+    options.stream = t.stream;
+    OK(rebatch_open(&t.run.rb, t.device, &options));
+    OK(rebatch_watch(t.run.rb, "loss", &t.loss, sizeof t.loss, REBATCH_GUARD_HOST, REBATCH_F64));
+    OK(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report));
+    cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
+    cr_expect_eq(t.loss, 0);
+    rebatch_close(t.run.rb);
+    rebatch_stream_destroy(t.device, t.stream);
+    rebatch_device_close(t.device);
 }
