@@ -243,10 +243,14 @@ rebatch_status rebatch_config_open_device(rebatch_device **out, const rebatch_co
     if (!config)
         return rbi_error(REBATCH_E_INVALID, "config is NULL");
     rebatch_device *device = NULL;
-    rebatch_status status = open_kind(&device, config);
+    rebatch_status status = rbi_config_check_ordinal(config);
+    if (!status)
+        status = open_kind(&device, config);
     const struct rbi_entry *capacity = &config->entries[RBI_DEVICE_CAPACITY];
     if (!status && !capacity->is_none)
         status = set_capacity(device, capacity);
+    if (!status)
+        status = rbi_config_check_device(config, device);
     if (status) {
         rebatch_device_close(device);
         return status;

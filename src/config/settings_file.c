@@ -236,11 +236,13 @@ static rebatch_status refuse_syntax(const struct rbi_source *source, const confi
     size_t length;
     const unsigned found = find_line(source, line > 0 ? (unsigned)line : 1, &begin, &length);
     const struct rbi_place place = rbi_source_place(source, found);
-    const bool twice = why && strstr(why, "duplicate");
+    const char *const expected = why && strstr(why, "duplicate") ? "every name once"
+                                 : why && strstr(why, "element")
+                                     ? "values of one kind, such as [8, 16, 32]"
+                                     : "GROUP = { KEY = VALUE; }; with quotes around text such "
+                                       "as \"22GiB\"";
     return rbi_error(REBATCH_E_PARSE, "%s: %s at \"%s\": expected %s", rbi_shown_place(&place).text,
-                     why ? why : "syntax error", rbi_shown_text(begin, length).text,
-                     twice ? "every name once"
-                           : "GROUP = { KEY = VALUE; }; with quotes around text such as \"22GiB\"");
+                     why ? why : "syntax error", rbi_shown_text(begin, length).text, expected);
 }
 
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path)

@@ -136,7 +136,8 @@ static rebatch_status bind_and_listen(int fd, const struct sockaddr_un *address)
                                 : "there is a file that is no socket");
     if (is_bound && listen(fd, SOMAXCONN) == 0)
         return REBATCH_OK;
-    return refuse(path, strerror(errno));
+    return refuse(path, errno == ENOENT ? "expected a socket in a folder that is there"
+                                        : strerror(errno));
 }
 
 /* PID.sock in a folder; what it is told from is whole, since the program may change its folder. */

@@ -520,5 +520,10 @@ rebatch_status rbi_yield_open(const rebatch *rb, const rebatch_config *config)
         rbi_session_check_records(rb, "rebatch_yield_to"))
         return REBATCH_OK;
     const bool is_on = strcmp(path, "1") == 0 || strcasecmp(path, "true") == 0;
-    return rebatch_yield_to(rebatch_get_pool(rb), is_on ? NULL : path);
+    const rebatch_status status = rebatch_yield_to(rebatch_get_pool(rb), is_on ? NULL : path);
+    if (!status)
+        return REBATCH_OK;
+    char why[512];
+    (void)snprintf(why, sizeof why, "%s", rebatch_last_error());
+    return rbi_error(status, "memory.yield: %s", why);
 }

@@ -187,10 +187,14 @@ rebatch_status rebatch_learn_cost(rebatch *rb, const void *key, size_t cost, reb
     rebatch_meter_reading read = {0};
     size_t available = SIZE_MAX;
     uint64_t known;
-    if (!rb || !rbi_meter_is_set(rb) || !budget || !*budget || (result && result != REBATCH_OOM))
-        return rbi_error(REBATCH_E_INVALID,
-                         "rb has no meter, *budget is 0, or result is %d: "
-                         "expected REBATCH_OK or REBATCH_OOM",
+    if (!rb || !rbi_meter_is_set(rb))
+        return rbi_error(REBATCH_E_INVALID, "rb is %s: expected a session with options.meter",
+                         rb ? "a session without a meter" : "NULL");
+    if (!budget || !*budget)
+        return rbi_error(REBATCH_E_INVALID, "%s: expected at least 1",
+                         budget ? "*budget is 0" : "budget is NULL");
+    if (result && result != REBATCH_OOM)
+        return rbi_error(REBATCH_E_INVALID, "result is %d: expected REBATCH_OK or REBATCH_OOM",
                          (int)result);
     rebatch_status status = rbi_session_check_idle(rb, "rebatch_learn_cost");
     if (!status)

@@ -172,10 +172,14 @@ Test(learn_cost, refuses_what_it_cannot_learn_from)
 {
     OPEN(cutter, c, MIB(64));
     size_t budget = 0;
-    cr_expect_eq(rebatch_learn_cost(c.rb, NULL, 1, REBATCH_OK, &budget), REBATCH_E_INVALID);
-    cr_expect_eq(rebatch_learn_cost(c.rb, NULL, 1, REBATCH_OK, NULL), REBATCH_E_INVALID);
-    cr_expect_eq(rebatch_learn_cost(NULL, NULL, 1, REBATCH_OK, &budget), REBATCH_E_INVALID);
+    FAILS(rebatch_learn_cost(c.rb, NULL, 1, REBATCH_OK, &budget), REBATCH_E_INVALID,
+          "*budget is 0: expected at least 1");
+    FAILS(rebatch_learn_cost(c.rb, NULL, 1, REBATCH_OK, NULL), REBATCH_E_INVALID,
+          "budget is NULL: expected at least 1");
+    FAILS(rebatch_learn_cost(NULL, NULL, 1, REBATCH_OK, &budget), REBATCH_E_INVALID,
+          "rb is NULL: expected a session with options.meter");
     budget = 5;
-    cr_expect_eq(rebatch_learn_cost(c.rb, NULL, 1, REBATCH_E_USER, &budget), REBATCH_E_INVALID);
+    FAILS(rebatch_learn_cost(c.rb, NULL, 1, REBATCH_E_USER, &budget), REBATCH_E_INVALID,
+          "result is 1000: expected REBATCH_OK or REBATCH_OOM");
     cr_expect_eq(budget, 5);
 }

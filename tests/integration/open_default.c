@@ -102,6 +102,29 @@ Test(open_default, settings_files_have_the_choice_too)
     rebatch_config_free(config);
 }
 
+static void fails_to_open_the_device(rebatch_status expected, const char *sentence)
+{
+    rebatch_config *config;
+    rebatch_device *device;
+    OK(rebatch_config_load(&config, NULL));
+    FAILS(rebatch_config_open_device(&device, config), expected, sentence);
+    cr_expect_null(device);
+    rebatch_config_free(config);
+}
+
+Test(open_default, a_device_that_the_settings_do_not_fit_is_not_opened)
+{
+    setenv("REBATCH_DEVICE_ORDINAL", "3", 1);
+    fails_to_open_the_device(REBATCH_E_PARSE,
+                             "device.ordinal is 3 (REBATCH_DEVICE_ORDINAL) and device.kind is "
+                             "\"host\" (default): expected device.kind to be cuda or auto with it");
+    unsetenv("REBATCH_DEVICE_ORDINAL");
+    setenv("REBATCH_MEMORY_LIMIT", "1KiB", 1);
+    fails_to_open_the_device(REBATCH_E_INVALID,
+                             "memory.limit is \"1KiB\" (REBATCH_MEMORY_LIMIT): expected at least a "
+                             "page of the device, 65536 bytes");
+}
+
 Test(open_default, a_mistake_opens_nothing_and_is_said)
 {
     static const char *const wrong[][2] = {

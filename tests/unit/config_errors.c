@@ -251,6 +251,9 @@ Test(config_errors, syntax)
         {"log = { level = \"info\"; };\nlog = { level = \"info\"; };",
          "t.cfg:2: duplicate setting name at \"log = { level = \"info\"; };\": expected every name "
          "once"},
+        {"batch = { allowed = [8, \"x\"]; };",
+         "t.cfg:1: mismatched element type in array at \"batch = { allowed = [8, \"x\"]; };\": "
+         "expected values of one kind, such as [8, 16, 32]"},
         {"\n/* memory = { limit = 5; };",
          "t.cfg:2: the comment that begins here never ends: expected */"},
         {"memory = { limit = 9223372036854775808; };",
