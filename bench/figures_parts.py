@@ -107,32 +107,32 @@ def speed(run):
 @part("bench/pytorch.py" + TORCH, gpus=1)
 def lengths(run):
     found = scenario(run, "lengths")
-    cells = {way: show(line["tokens_per_s"] / 1000) for way, line in found.items()}
-    yield "GPT-2 124M", "lengths at random: thousand tokens a second", cells
-    cells = share_of(found, "reserved", "allocated")
-    yield "GPT-2 124M", "lengths at random: memory reserved ÷ in use", cells
+    cells = {
+        way: f"{share}, {show(found[way]['tokens_per_s'] / 1000)}"
+        for way, share in share_of(found, "reserved", "allocated").items()
+    }
+    row = "lengths at random: memory reserved ÷ in use, thousand tokens a second"
+    yield "GPT-2 124M", row, cells
 
 
 @part("bench/pytorch.py" + TORCH, gpus=1)
 def taken(run):
     found = scenario(run, "taken", times=2)
-    for line in found.values():
-        line["next"], line["third"] = line["next_ms"]
-    for key, name in (("struck_ms", "that step"), ("next", "the next"), ("third", "the third")):
-        row = f"memory is taken: {name} ÷ those before"
-        yield "GPT-2 124M", row, share_of(found, key, "before_ms")
+    cells = {}
+    for way, line in found.items():
+        times = line["struck_ms"], *line["next_ms"]
+        cells[way] = ", ".join(ratio(ms / line["before_ms"]) for ms in times)
+    row = "memory is taken: that step, the next, the third ÷ those before"
+    yield "GPT-2 124M", row, cells
 
 
 @part("bench/pytorch.py" + TORCH, gpus=1)
 def learn(run):
     found = scenario(run, "learn")
-    for key, name in (
-        ("micro", "size found"),
-        ("ooms", "OOMs"),
-        ("ratio", "first step ÷ a later one"),
-    ):
-        cells = {way: show(line[key]) for way, line in found.items()}
-        yield "GPT-2 124M", f"`learn`, 20 GiB: {name}", cells
+    sizes = {way: f"{show(line['micro'])}, {show(line['ooms'])}" for way, line in found.items()}
+    yield "GPT-2 124M", "`learn`, 20 GiB: size found, OOMs", sizes
+    shares = {way: show(line["ratio"]) for way, line in found.items()}
+    yield "GPT-2 124M", "`learn`, 20 GiB: first step ÷ a later one", shares
 
 
 @part("bench/pytorch.py" + TORCH, gpus=1)
@@ -196,8 +196,9 @@ def gpt2(run):
         if line["micros"] == 1:
             cells = {way: show(ms, "ms") for way, ms in times.items()}
             yield table, f"{row}: time of a step", cells
-        shares = {way: ratio(ms / whole) for way, ms in times.items()}
-        yield table, f"{row}: ÷ plain loop, whole", shares
+        else:
+            shares = {way: ratio(ms / whole) for way, ms in times.items()}
+            yield table, f"{row}: ÷ plain loop, whole", shares
 
 
 @part("bench/small.py" + TORCH, gpus=1, seconds=130)
@@ -210,11 +211,11 @@ RESERVED = "bert gpt resnet18 gpt2 --micros 4 --reserved"
 
 @part("bench/small.py" + TORCH, gpus=1, seconds=260)
 def small_memory(run):
+    row = "memory that PyTorch reserves in four, the worst of four models: ÷ Step's"
     for suffix, flag in (("", ""), (", `install()`", " --install")):
-        for line in run.python(f"small.py {RESERVED}{flag}", f"mlp --micros 4 --reserved{flag}"):
-            cells = {SMALL[way]: f"{line['MiB'][way]:,} MiB" for way in ("step", "graphs")}
-            cells["graphs=True ÷ Step"] = ratio(line["MiB"]["ratio"])
-            yield "memory that PyTorch reserves", training_of(line) + suffix, cells
+        lines = run.python(f"small.py {RESERVED}{flag}", f"mlp --micros 4 --reserved{flag}")
+        worst = ratio(max(line["MiB"]["ratio"] for line in lines))
+        yield "small micro-batches", row + suffix, {"Step": "1", "graphs=True": worst}
 
 
 @part("bench/trainers.py bench/pytorch.py" + TORCH, gpus=1)
@@ -261,8 +262,8 @@ def sleep(run):
 def yielding(run):
     [half] = run.python("yield.py half --seconds 10", "half --small --seconds 2")
     row = "GPT-2 124M asked for half of its memory"
-    yield HOST, f"{row}: until it is free", {"rebatch": show(half["ms"], "ms")}
-    yield HOST, f"{row}: updates lost", {"rebatch": show(half["lost"])}
+    cells = {"rebatch": f"{show(half['ms'], 'ms')}, {show(half['lost'])}"}
+    yield HOST, f"{row}: until it is free, updates lost", cells
     cells = {"rebatch": ratio(half["part_of_choice"]), "others": "begun at that limit: 1"}
     yield HOST, f"{row}: speed afterwards", cells
     [three] = run.python("yield.py three --seconds 10", "three --small --seconds 2")
@@ -275,14 +276,14 @@ def yielding(run):
 def sleeping(run):
     [slept] = run.python("sleeping.py cycles", "cycles --small --steps 10")
     row = f"a training that sleeps {slept['cycles']} times"
-    yield HOST, f"{row}: memory reserved ÷ in use", {"rebatch": ratio(slept["ratio"])}
     bits = "the same" if slept["same_bits"] else "others"
-    yield HOST, f"{row}: its bits beside those without a sleep", {"rebatch": bits}
+    cells = {"rebatch": f"{ratio(slept['ratio'])}, {bits}"}
+    yield HOST, f"{row}: memory reserved ÷ in use, its bits beside those without a sleep", cells
     [less] = run.python("sleeping.py less", "less --small")
     row = f"wake with {less['missing_bytes'] / GIB:.0f} GiB less"
+    row += ": updates lost, micro-batch before, then, and once they are back"
     sizes = " -> ".join(map(str, less["micro"]))
-    yield HOST, f"{row}: micro-batch before, then, and once they are back", {"rebatch": sizes}
-    yield HOST, f"{row}: updates lost", {"rebatch": show(less["lost"])}
+    yield HOST, row, {"rebatch": f"{show(less['lost'])}, {sizes}"}
 
 
 def contrastive_rows(run, flags="", suffix=""):
@@ -375,7 +376,7 @@ def gpt(run):
 def gpt_graph(run):
     found = {}
     for line in run.make("bench-gpt-graph"):
-        if line["samples"] == 2:
+        if line["samples"] > 1:
             continue
         exact = "exact" if line["exact"] else "`--exact off`"
         cells = found.setdefault(f"{line['model']}, {line['samples']:g} samples", {})
@@ -471,23 +472,14 @@ def calls(run):
     for line in run.python("small.py mlp bert --calls --micros 4", "mlp --calls", times=3):
         row = f"a Step of {line['tensors']:g} tensors in four, beyond a plain loop"
         yield HOST, f"{row}: CPU time", {"rebatch": show(line["us_beyond"], "µs")}
-    yield HOST, f"{row}: calls", {"rebatch": show(line["calls_beyond"])}
 
 
 @part("bench/gpt_search.c examples/gpt src/probe src/recover src/pool")
 def search(run):
     lines = run.make("bench-search", 3)
-    for way, title in (("probe", "a probe"), ("learn", "a first step that learns")):
-        [ms] = [words[-1] for words in words_of(lines, way) if words[0] == 48]
-        yield HOST, f"{title}, GPT-2 124M in C, 48 GiB", {"rebatch": show(ms, "ms")}
-
-
-@part("bench/sleep.c src/pool src/device")
-def sleep_dry(run):
-    for first, later, *_ in words_of(run.make("bench-sleep"), "without", "copy"):
-        row = "sleep and wake without copy, an H100's prices of calls"
-        yield HOST, f"{row}: first", {"rebatch": show(first, "ms a GiB")}
-        yield HOST, f"{row}: later", {"rebatch": show(later, "ms a GiB")}
+    times = (words for way in ("probe", "learn") for words in words_of(lines, way))
+    cells = {"rebatch": ", ".join(show(words[-1], "ms") for words in times if words[0] == 48)}
+    yield HOST, "a probe, a first step that learns: GPT-2 124M in C, 48 GiB", cells
 
 
 @part("bench/cotenant.c src/recover src/pool src/device")
@@ -502,13 +494,15 @@ def cost(run):
     lines = run.make("bench-cost")
     line = line_named(lines, "cost")
     [words] = words_of(lines, "|", "by", "count,", "fixed")
-    fixed = {"ooms": words[4], "tokens": words[10]}
-    for name, key in (("OOMs", "ooms"), ("tokens a unit of time", "tokens")):
-        cells = {"rebatch": line[f"{key}_with"], "in order": line[f"{key}_without"]}
-        cells = {
-            column: show(value) for column, value in (cells | {"fixed count": fixed[key]}).items()
-        }
-        yield LENGTHS, f"sequences of 8 to 2,048 tokens, 256 MiB: {name}", cells
+    cells = {
+        column: f"{show(tokens)}, {show(ooms)}"
+        for column, tokens, ooms in (
+            ("rebatch", line["tokens_with"], line["ooms_with"]),
+            ("in order", line["tokens_without"], line["ooms_without"]),
+            ("fixed count", words[10], words[4]),
+        )
+    }
+    yield LENGTHS, "sequences of 8 to 2,048 tokens, 256 MiB: tokens a unit of time, OOMs", cells
 
 
 @part("bench/balance.py python/rebatch/torch/batches")
@@ -555,14 +549,6 @@ def trace_cells(figures, peer):
     texts = [f"{figures[0]:.1f} %", f"{figures[1]:.4f}", *(show(ms, "ms") for ms in figures[2:])]
     columns = ("rebatch", "smallest device", "in 1.02: first pass", "third pass")
     return dict(zip(columns, texts)) | ({"PyTorch": f"{peer:.1f} %"} if peer else {})
-
-
-@part("bench/events.c bench/replay bench/traces src/pool")
-def events(run):
-    for lag, *_, warm, _, _, _ in words_of(run.make("bench-events")):
-        if not lag:
-            row = "calls for events, 1,000 pairs on two streams, work done at once"
-            yield HOST, row, {"rebatch": show(warm)}
 
 
 @part("bench/probe.c bench/probe_cases.h src/probe src/pool src/recover")
