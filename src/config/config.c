@@ -215,22 +215,19 @@ static rebatch_status set_capacity(rebatch_device *device, const struct rbi_entr
     return rebatch_device_set_capacity(device, machine.total_bytes / 1000 * entry->permille);
 }
 
-/* device.kind's choices, in their order. */
-enum { KIND_HOST, KIND_CUDA, KIND_AUTO };
-
 /* A GPU that is asked for by its number is asked for. */
 static rebatch_status open_kind(rebatch_device **out, const rebatch_config *config)
 {
     const struct rbi_entry *e = config->entries;
     uint64_t kind = e[RBI_DEVICE_KIND].number;
-    if (kind == KIND_AUTO && !e[RBI_DEVICE_CAPACITY].is_none)
-        kind = KIND_HOST;
-    if (kind == KIND_HOST)
+    if (kind == RBI_KIND_AUTO && !e[RBI_DEVICE_CAPACITY].is_none)
+        kind = RBI_KIND_HOST;
+    if (kind == RBI_KIND_HOST)
         return rebatch_device_open_host(out, REBATCH_UNLIMITED, NULL);
     rebatch_cuda_options options = REBATCH_CUDA_OPTIONS_INIT;
     options.ordinal = (int)e[RBI_DEVICE_ORDINAL].number;
     const rebatch_status status = rebatch_device_open_cuda(out, &options);
-    if (status == REBATCH_E_NO_DEVICE && kind == KIND_AUTO && !e[RBI_DEVICE_ORDINAL].origin)
+    if (status == REBATCH_E_NO_DEVICE && kind == RBI_KIND_AUTO && !e[RBI_DEVICE_ORDINAL].origin)
         return rebatch_device_open_host(out, REBATCH_UNLIMITED, NULL);
     return status;
 }
@@ -243,7 +240,7 @@ rebatch_status rebatch_config_open_device(rebatch_device **out, const rebatch_co
     if (!config)
         return rbi_error(REBATCH_E_INVALID, "config is NULL");
     rebatch_device *device = NULL;
-    rebatch_status status = rbi_config_check_ordinal(config);
+    rebatch_status status = rbi_config_check_kind(config);
     if (!status)
         status = open_kind(&device, config);
     const struct rbi_entry *capacity = &config->entries[RBI_DEVICE_CAPACITY];

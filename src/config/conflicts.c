@@ -111,14 +111,16 @@ static rebatch_status refuse_bytes(const struct rebatch_config *config, enum rbi
     return rbi_error(REBATCH_E_INVALID, "%s: expected %s, %zu bytes", text, expected, bytes);
 }
 
-rebatch_status rbi_config_check_ordinal(const struct rebatch_config *config)
+rebatch_status rbi_config_check_kind(const struct rebatch_config *config)
 {
-    const struct rbi_entry *kind = &config->entries[RBI_DEVICE_KIND];
-    const bool is_host = kind->number == 0; /* the first of its choices */
-    return config->entries[RBI_DEVICE_ORDINAL].number == 0 || kind->origin || !is_host
-               ? REBATCH_OK
-               : refuse(config, RBI_DEVICE_ORDINAL, RBI_DEVICE_KIND,
-                        "device.kind to be cuda or auto with it");
+    const struct rbi_entry *const e = config->entries, *const kind = &e[RBI_DEVICE_KIND];
+    if (kind->number == RBI_KIND_CUDA && !e[RBI_DEVICE_CAPACITY].is_none)
+        return refuse(config, RBI_DEVICE_CAPACITY, RBI_DEVICE_KIND,
+                      "device.kind to be host with it; memory.limit is a limit on any device");
+    if (kind->number == RBI_KIND_HOST && !kind->origin && e[RBI_DEVICE_ORDINAL].number != 0)
+        return refuse(config, RBI_DEVICE_ORDINAL, RBI_DEVICE_KIND,
+                      "device.kind to be cuda or auto with it");
+    return REBATCH_OK;
 }
 
 rebatch_status rbi_config_check_device(const struct rebatch_config *config, rebatch_device *device)

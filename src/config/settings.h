@@ -181,6 +181,9 @@ enum rbi_setting_id {
         RBI_SETTING_COUNT
 };
 
+/* device.kind's choices, in their order. */
+enum { RBI_KIND_HOST, RBI_KIND_CUDA, RBI_KIND_AUTO };
+
 enum {
 #define RBI_GROUP_ID_(name, text) RBI_GROUP_##name,
     RBI_GROUPS(RBI_GROUP_ID_)
@@ -417,8 +420,8 @@ void rbi_config_override(rebatch_options *options, const struct rebatch_config *
 rebatch_status rbi_config_check_conflicts(const struct rebatch_config *config);
 /* Adds an example file with every key at its default, and comments (document.c). */
 void rbi_config_add_example(struct rbi_text *t);
-/* For who opens the device. REBATCH_E_PARSE: a GPU is asked for by its number, and none by kind. */
-rebatch_status rbi_config_check_ordinal(const struct rebatch_config *config);
+/* For who opens the device. REBATCH_E_PARSE: a number is for a GPU, and a capacity is for none. */
+rebatch_status rbi_config_check_kind(const struct rebatch_config *config);
 /* What only the device can tell. REBATCH_E_INVALID. */
 rebatch_status rbi_config_check_device(const struct rebatch_config *config, rebatch_device *device);
 

@@ -119,6 +119,14 @@ Test(open_default, a_device_that_the_settings_do_not_fit_is_not_opened)
                              "device.ordinal is 3 (REBATCH_DEVICE_ORDINAL) and device.kind is "
                              "\"host\" (default): expected device.kind to be cuda or auto with it");
     unsetenv("REBATCH_DEVICE_ORDINAL");
+    setenv("REBATCH_DEVICE_KIND", "cuda", 1);
+    setenv("REBATCH_DEVICE_CAPACITY", "5MiB", 1);
+    fails_to_open_the_device(REBATCH_E_PARSE,
+                             "device.capacity is \"5MiB\" (REBATCH_DEVICE_CAPACITY) and "
+                             "device.kind is \"cuda\" (REBATCH_DEVICE_KIND): expected "
+                             "device.kind to be host with it");
+    unsetenv("REBATCH_DEVICE_KIND");
+    unsetenv("REBATCH_DEVICE_CAPACITY");
     setenv("REBATCH_MEMORY_LIMIT", "1KiB", 1);
     fails_to_open_the_device(REBATCH_E_INVALID,
                              "memory.limit is \"1KiB\" (REBATCH_MEMORY_LIMIT): expected at least a "
