@@ -51,7 +51,7 @@ static void read_settings(void)
         char text[400];
         struct rbi_text t = {text, sizeof text, 0};
         rbi_text_add(&t, "rebatch: %.380s\n", rebatch_last_error());
-        (void)rbi_report_write(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
+        (void)rbi_write_all(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
         return;
     }
     if (settings->probe)
@@ -110,7 +110,7 @@ static void say(bool is_final)
         rbi_text_add(&t, "\n");
     const size_t length = rbi_min(t.length, sizeof text - 1);
     if (!is_heard || !rbi_report_send(&ledger.run, text, length))
-        (void)(is_heard || rbi_report_write(STDERR_FILENO, text, length));
+        (void)(is_heard || rbi_write_all(STDERR_FILENO, text, length));
 }
 
 /* A program that crashes says nothing at its end. */

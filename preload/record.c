@@ -20,13 +20,13 @@ static void complain(struct rbi_record *record, const char *what, int reason)
     char text[4400];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "rebatch: the trace %s %s: %s\n", record->name, what, strerror(reason));
-    (void)rbi_report_write(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
+    (void)rbi_write_all(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
     record->has_failed = true;
 }
 
 static void put(struct rbi_record *record, const struct rbi_text *line)
 {
-    if (!record->has_failed && !rbi_report_write(record->fd, line->text, line->length))
+    if (!record->has_failed && !rbi_write_all(record->fd, line->text, line->length))
         complain(record, "cannot be written", errno);
 }
 

@@ -32,13 +32,12 @@ def cells(truth):
     return found
 
 
-def fit_rows(name, way, rows, gpu):
-    """The rows of `rebatch fit` for a model and way."""
-    caps = ",".join(str(row["cap_bytes"]) for row in rows)
-    options = ["--gpu", gpu, "--memory", caps, "--json"] + ["--install"] * (way == "install")
-    program = [sys.executable, FIT, "train", name]
+def answered_rows(name, way, gpu, caps, program):
+    """The rows of an answer; options of `rebatch fit` may stand before `--` and the program."""
+    options = ["--gpu", gpu, "--memory", ",".join(map(str, caps)), "--json"]
+    options += ["--install"] * (way == "install")
     began = time.perf_counter()
-    answer = answer_of([sys.executable, "-m", "rebatch.fit", *options, "--", *program])
+    answer = answer_of([sys.executable, "-m", "rebatch.fit", *options, *program])
     if "error" in answer:
         return [{"model": name, "way": way, **answer}]
     return [
@@ -56,6 +55,12 @@ def fit_rows(name, way, rows, gpu):
         }
         for row in answer["rows"]
     ]
+
+
+def fit_rows(name, way, rows, gpu):
+    """The rows of `rebatch fit` for a model and way."""
+    program = ["--", sys.executable, FIT, "train", name]
+    return answered_rows(name, way, gpu, [row["cap_bytes"] for row in rows], program)
 
 
 def peers_rows(name, way, rows, gpu):

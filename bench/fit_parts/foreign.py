@@ -25,7 +25,7 @@ import time
 
 import torch
 
-from fit_parts.answers import answer_of
+from fit_parts.answers import answered_rows
 from fit_parts.truth import GIB, WAYS, Child, Process, Results, key_of, read_starts, say, truth_row
 
 FOLDER = pathlib.Path(__file__).parents[1] / "foreign"
@@ -42,29 +42,10 @@ UNKNOWN = 32  # samples to begin with where nothing was predicted
 
 def predicted_rows(name, way, given):
     """As `fit.py answers` has them."""
-    options = ["--gpu", given.gpu, "--memory", ",".join(map(str, given.caps)), "--json"]
-    options += ["--install"] * (way == "install")
-    program = [sys.executable, str(FOLDER / f"{name}.py")]
+    program = ["--", sys.executable, str(FOLDER / f"{name}.py")]
     if name in OWN_SIZES:
-        options += ["--batch", str(OWN_SIZES[name])]
-        program += ["--batch", "{batch}"]
-    answer = answer_of([sys.executable, "-m", "rebatch.fit", *options, "--", *program])
-    if "error" in answer:
-        return [{"model": name, "way": way, **answer}]
-    return [
-        {
-            "model": name,
-            "way": way,
-            "cap_bytes": row["memory_bytes"],
-            "size": row["micro"],
-            "peak_samples": row["micro"],
-            "peak_allocated": row["peak_allocated_bytes"],
-            "peak_reserved": row["peak_reserved_bytes"],
-            "outside_bytes": row["outside_bytes"],
-            "seconds": row["seconds"],
-        }
-        for row in answer["rows"]
-    ]
+        program = ["--batch", str(OWN_SIZES[name]), *program, "--batch", "{batch}"]
+    return answered_rows(name, way, given.gpu, given.caps, program)
 
 
 def predict(given):

@@ -71,6 +71,10 @@ int64_t rbi_heap_live(void);
  *          REBATCH_E_HOST_OOM */
 rebatch_status rbi_file_read(char **bytes, size_t *length, const char *path, size_t most);
 
+/** Write all of a text.
+ *  @return false when that fails: errno says why, and the rest is not written */
+bool rbi_write_all(int fd, const char *text, size_t length);
+
 /* ---- the machine (machine.c) ---- */
 
 /* Memory that the machine could give without swapping, and the control groups of the process, such

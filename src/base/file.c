@@ -1,4 +1,4 @@
-/* Owns the reading of whole files.
+/* Owns the reading of whole files, and writing all of a text.
  * Must not know what is in them. */
 #include <errno.h>
 #include <fcntl.h>
@@ -83,4 +83,15 @@ rebatch_status rbi_file_read(char **bytes, size_t *length, const char *path, siz
     rbi_heap_free(*bytes);
     *bytes = NULL;
     return status;
+}
+
+bool rbi_write_all(int fd, const char *text, size_t length)
+{
+    for (size_t done = 0; done < length;) {
+        const ssize_t got = write(fd, text + done, length - done);
+        if (got < 0 && errno != EINTR)
+            return false;
+        done += got > 0 ? (size_t)got : 0;
+    }
+    return true;
 }

@@ -164,5 +164,5 @@ void rbi_inject_end(const struct rbi_run *run)
     rbi_text_add(&t, "rebatch run: ");
     add_summary(&t, run);
     rbi_text_add(&t, "\n");
-    (void)rbi_report_write(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
+    (void)rbi_write_all(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
 }

@@ -49,8 +49,6 @@ bool rbi_report_send(const struct rbi_run *run, const char *text, size_t length)
  * status is 1. Nothing that the program registered to run at its end runs. */
 _Noreturn void rbi_report_end(const struct rbi_run *run, int code, const char *complaint,
                               const char *text);
-/* Writes all of it; false when that fails. */
-bool rbi_report_write(int fd, const char *text, size_t length);
 
 /* ---- a probe and nothing else (probe_only.c) ---- */
 

@@ -71,7 +71,7 @@ static void on_event(const rebatch_event *event, void *user)
     (void)rebatch_event_format(said, sizeof said, event);
     const char *text = strstr(said, ": ") ? strstr(said, ": ") + 2 : said; /* behind the step */
     rbi_text_add(&t, "rebatch: %s\n", text);
-    (void)rbi_report_write(STDERR_FILENO, line, rbi_min(t.length, sizeof line - 1));
+    (void)rbi_write_all(STDERR_FILENO, line, rbi_min(t.length, sizeof line - 1));
 }
 
 /* ---- the probe ---- */

@@ -26,17 +26,6 @@ bool rbi_report_send(const struct rbi_run *run, const char *text, size_t length)
     return sent == (ssize_t)length;
 }
 
-bool rbi_report_write(int fd, const char *text, size_t length)
-{
-    for (size_t done = 0; done < length;) {
-        const ssize_t got = write(fd, text + done, length - done);
-        if (got < 0 && errno != EINTR)
-            return false;
-        done += got > 0 ? (size_t)got : 0;
-    }
-    return true;
-}
-
 /* Some 250 bytes a row of the longest table. */
 #define MESSAGE_BYTES (80 * 1024)
 
@@ -50,9 +39,9 @@ _Noreturn void rbi_report_end(const struct rbi_run *run, int code, const char *c
     rbi_text_add(&t, "answer %d %zu\n%s%s", code, strlen(complaint), complaint, text);
     if (rbi_report_send(run, message, rbi_min(t.length, sizeof message - 1)))
         _exit(code);
-    const bool is_written = rbi_report_write(STDOUT_FILENO, text, strlen(text));
-    (void)rbi_report_write(STDERR_FILENO, complaint, strlen(complaint));
+    const bool is_written = rbi_write_all(STDOUT_FILENO, text, strlen(text));
+    (void)rbi_write_all(STDERR_FILENO, complaint, strlen(complaint));
     if (!is_written)
-        (void)rbi_report_write(STDERR_FILENO, "rebatch: cannot write the output\n", 33);
+        (void)rbi_write_all(STDERR_FILENO, "rebatch: cannot write the output\n", 33);
     _exit(is_written ? code : 1);
 }

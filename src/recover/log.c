@@ -46,18 +46,6 @@ void rbi_log_close(struct rbi_log *log)
 
 /* ---- writing ---- */
 
-/* What follows is lost when a write fails. */
-static int write_all(int file, const char *text, size_t length)
-{
-    for (size_t done = 0; done < length;) {
-        const ssize_t got = write(file, text + done, length - done);
-        if (got < 0 && errno != EINTR)
-            return errno;
-        done += got > 0 ? (size_t)got : 0;
-    }
-    return 0;
-}
-
 /* A reader that has gone, of `./train 2>&1 | head`, is no reason to end a training: the SIGPIPE
  * that a write has caused is taken back. */
 static void write_quietly(int file, const char *text, size_t length)
@@ -68,7 +56,7 @@ static void write_quietly(int file, const char *text, size_t length)
     (void)sigpending(&pending);
     const bool was_pending = sigismember(&pending, SIGPIPE) == 1;
     (void)pthread_sigmask(SIG_BLOCK, &pipe, &before);
-    if (write_all(file, text, length) == EPIPE && !was_pending)
+    if (!rbi_write_all(file, text, length) && errno == EPIPE && !was_pending)
         (void)sigtimedwait(&pipe, NULL, &(struct timespec){0});
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
