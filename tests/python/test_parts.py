@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import decimal
 import gc
 import warnings
 import weakref
 
+import numpy
 import pytest
 import torch
 
@@ -218,6 +220,99 @@ def test_a_small_tensor_that_the_block_assigns_anew_is_put_back():
             part.backward(loss)
         assert part.succeeded == (loss is not None)
     assert int(seen) == len(batch[0]) and loss is not None
+
+
+@dataclasses.dataclass
+class Sums:
+    loss: float
+    seen: int
+
+
+# What a name has before a block that assigns it anew, from what it had, a count, and a loss.
+ANEW = {
+    "float64 of numpy": (numpy.float64(0), lambda v, n, loss: v + n),
+    "float32 of numpy": (0, lambda v, n, loss: v + n * loss.detach().numpy()),
+    "array": (numpy.zeros(2000), lambda v, n, loss: v + n),
+    "tuple": ((0.0, 0), lambda v, n, loss: (v[0] + n * loss.item(), v[1] + n)),
+    "list": ([], lambda v, n, loss: v + n * ["x"]),
+    "dict": ({"seen": 0}, lambda v, n, loss: {**v, "seen": v["seen"] + n}),
+    "frozenset": (frozenset(), lambda v, n, loss: v | frozenset(range(len(v), len(v) + n))),
+    "object": (Sums(0.0, 0), lambda v, n, loss: dataclasses.replace(v, seen=v.seen + n)),
+    "decimal": (decimal.Decimal(0), lambda v, n, loss: v + n),
+    "tensors": ((torch.zeros(3), torch.zeros(())), lambda v, n, loss: (v[0] + n, v[1] + n)),
+}
+
+
+def anew(start, add, limited, where="backward"):
+    """Three batches."""
+    model, batch, loss_fn, backward = make_backward()
+    run, value = fails_above(loss_fn, limited, where), start
+    for _ in range(3):
+        for part in backward.parts(batch):
+            with part as samples:
+                loss = run(model, samples)
+                value = add(value, part.count, loss)
+                part.backward(loss)
+    assert (backward.report.microbatches > 1) == (limited < 16)
+    return value
+
+
+@pytest.mark.parametrize("kind", ANEW)
+def test_what_the_block_assigns_anew_from_what_was_there_counts_each_sample_once(kind):
+    value, expected = anew(*ANEW[kind], 4), anew(*ANEW[kind], 16)
+    assert type(value) is type(expected)
+    if kind in ("tuple", "array", "tensors") or "numpy" in kind:
+        torch.testing.assert_close(value, expected)
+    else:
+        assert value == expected
+
+
+def test_a_sum_of_losses_that_has_a_graph_goes_on_without_it_in_the_next_part():
+    model, batch, loss_fn, backward = make_backward(micro_start=4)
+    total = 0
+    for part in backward.parts(batch):
+        assert not (part.first and total.requires_grad)
+        with part as samples:
+            loss = loss_fn(model, samples)
+            total = total + part.count * loss
+            part.backward(loss)
+    torch.testing.assert_close(total.detach() / len(batch[0]), backward.loss)
+
+
+def test_a_block_that_fails_on_a_name_that_is_none_is_told_why():
+    model, batch, loss_fn, backward = make_backward()
+    state, run = torch.zeros(5000), fails_above(loss_fn, 8, "backward")
+    with pytest.raises(TypeError) as caught:
+        for part in backward.parts(batch):
+            with part as samples:
+                state = state + 1
+                part.backward(run(model, samples))
+    text = caught.value.__notes__[0]
+    assert "'state' is None: an earlier block" in text and "`if part.succeeded:`" in text
+
+
+def test_a_block_that_fails_for_a_part_of_the_batch_is_told_the_cut():
+    model, batch, loss_fn, backward = make_backward()
+    noise, run = torch.randn(len(batch[0]), 1), fails_above(loss_fn, 8, "backward")
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        for part in backward.parts(batch):
+            with part as (x, y):
+                part.backward(run(model, (x + noise, y)))
+    assert "the micro-batch of samples 0-7 of 16, which is cut" in caught.value.__notes__[0]
+
+
+def test_a_name_that_was_not_told_is_told_after_others():
+    model, batch, loss_fn, backward = make_backward()
+    run, outs, seen = fails_above(loss_fn, 4, "backward"), [], {"n": 0}
+    with pytest.warns(RuntimeWarning, match="is not put back") as found:
+        for part in backward.parts(batch):
+            with part as samples:
+                loss = run(model, samples)
+                outs.append(loss.item())
+                seen["n"] += part.count
+                part.backward(loss)
+    told = [str(w.message) for w in found if "is not put back" in str(w.message)]
+    assert [sum(f"'{name}'" in text for text in told) for name in ("outs", "seen")] == [1, 1]
 
 
 def test_in_the_text_of_a_program_names_are_put_back_too():

@@ -175,9 +175,9 @@ class Budget(Tokens):
             with budget.measure(cost):
 
         With Budget(cost=...) it gets the micro-batch. An OOM in the block goes on to the program,
-        and the budget is lower by then; names that the block has assigned are None, so that they
-        hold no memory, and numbers that it changed are put back. The gradients of the block may be
-        there in part: clear them where the micro-batch is to run again."""
+        and the budget is lower by then. Numbers, texts and other small values that the block has
+        assigned anew are put back, and other names that it has assigned are None. The gradients of
+        the block may be there in part: clear them where the micro-batch is to run again."""
         if self._cost:
             found = self._cost(cost)
             is_pair = isinstance(found, tuple) and len(found) == 2

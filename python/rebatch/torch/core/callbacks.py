@@ -391,11 +391,7 @@ class Callbacks:
             loss, extras = self._pass(first, count, is_launching)
         except BaseException as error:
             self.put_back()
-            is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
-            is_other = is_other and not (self.whole_loss and self.whole_loss.is_in_loss)
-            if is_other and not is_oom(error):
-                with contextlib.suppress(Exception):  # the program's own is what comes out
-                    self._explain(error, first, count)
+            self.explain_cut(error, first, count)
             raise
         self._take(loss, extras, count)
 
@@ -446,6 +442,14 @@ class Callbacks:
             lockstep.end_rehearsal()
         else:
             self._declare_together(lockstep)  # a rank that has failed says so in this vote
+
+    def explain_cut(self, error: BaseException, first: int, count: int) -> None:
+        """A sentence after that of an exception which a pass of these samples has raised."""
+        is_other = isinstance(error, _MAY_BE_OF_THE_CUT) and not isinstance(error, Ended)
+        is_other = is_other and not (self.whole_loss and self.whole_loss.is_in_loss)
+        if is_other and not is_oom(error):
+            with contextlib.suppress(Exception):  # the program's own is what comes out
+                self._explain(error, first, count)
 
     def _explain(self, error: BaseException, first: int, count: int) -> None:
         """Where the micro-batch may be why: a state that modules carry on may have a row for each

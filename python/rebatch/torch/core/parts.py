@@ -17,9 +17,11 @@ from rebatch import _library as c
 from rebatch._library import lib
 from rebatch._user_code import is_own, user_stacklevel
 from rebatch.torch.allocator import phases
+from rebatch.torch.program.left_backward import add_sentence
 from rebatch.torch.program.program import refuse_update_in_loss_fn
 from rebatch.torch.session.threads import attempt
 from rebatch.torch.undo.block_names import BlockNames, named_in
+from rebatch.torch.undo.changes_outside import is_within
 from rebatch.torch.undo.places import Place
 
 if TYPE_CHECKING:
@@ -129,6 +131,7 @@ class Parts:
         self._frame: Optional[types.FrameType] = None  # of the program, whose loop it is
         self._looked: Optional[BlockNames] = None  # when `told` looked at what they name
         self._assigned: Set[str] = set()  # names, since then or since an earlier look
+        self._emptied: Set[str] = set()  # names that were made None in this batch
         self._is_closed = False  # by the error of a block
 
     def loop(self, batch: Any) -> Iterator[Part]:
@@ -165,7 +168,8 @@ class Parts:
         while mb:
             first, count = mb[0].first, mb[0].count
             if first < accumulated and self._batch_names:  # the batch runs again
-                self.tell(self._batch_names.put_back() or self._batch_names.still_held())
+                self.tell(self._batch_names.put_back())
+                self._tell_held(self._batch_names)
                 accumulated = 0
             part = self._open(first, count)
             if part is not None:
@@ -174,11 +178,12 @@ class Parts:
                 accumulated = first + count if part.succeeded else accumulated
                 if self._names and accumulated < self._training.running.samples:
                     self._names.let_go()
+                    self._emptied |= self._names.emptied
                 self._names = part = None
             if self._status == c.Status.OOM:
                 session.collect(self._live)  # here, where no exception is being handled
                 failed, self._failed_names = self._failed_names, None
-                self.tell(failed.still_held() if failed else [])
+                self._tell_held(failed)
             mb = session.enter(
                 lib.rebatch_step_next, c.Status.E_USER if session.error else self._status
             )
@@ -215,11 +220,13 @@ class Parts:
         """Whether memory ran out, so that the samples come again. Else the batch is over."""
         self.callbacks.put_back()
         self._live, _ = begun
+        self._explain(error, part, names)
         self._status = self.session.status_of(error, begun)
         if self._status == c.Status.OOM:
             self._note_assigned()
             self.told.ran(has_failed=True)
             self.tell(names.put_back())
+            self._emptied |= names.emptied
             # On a CPU PyTorch holds what a backward pass has not come to, until the next one.
             is_held = part.goes_backward and self._training.program.device.type == "cpu"
             self._failed_names = None if is_held else names
@@ -229,6 +236,21 @@ class Parts:
         if loop is not None:
             loop.close()
         return False
+
+    def _explain(self, error: BaseException, part: Part, names: BlockNames) -> None:
+        """Where a name that is None, or the cut, may be why the block has failed."""
+        empty = names.empty_among(self._emptied) if "None" in str(error) else []
+        if empty:
+            add_sentence(
+                error,
+                f"rebatch: {', '.join(map(repr, empty))} {'are' if empty[1:] else 'is'} None: an "
+                "earlier block of this batch has assigned another value, and only numbers, texts, "
+                "arrays of NumPy, small tensors without a graph and containers of these are put "
+                "back: expected another name in the block, and below it, under "
+                "`if part.succeeded:`, the line that takes it over",
+            )
+        else:
+            self.callbacks.explain_cut(error, part.first, part.count)
 
     # ---- what blocks change, and is not put back ----
 
@@ -245,10 +267,18 @@ class Parts:
         """But for variables that blocks assign: these are put back."""
         return [name for name in names if re.split(r"[.[]", name)[0] not in self._assigned]
 
+    def _tell_held(self, names: Optional[BlockNames]) -> None:
+        """Where nothing was told, as what was changed often is what holds them."""
+        if names and not self._training.told_parts:
+            self.tell(names.still_held())
+
     def tell(self, names: List[str]) -> None:
-        if not names or self._training.has_told_parts:
+        """Each once."""
+        told = self._training.told_parts
+        names = [name for name in names if name not in told and not is_within(name, told)]
+        if not names:
             return
-        self._training.has_told_parts = True
+        told.update(names)
         more = f" and {len(names) - 3} others" if len(names) > 3 else ""
         warnings.warn(
             f"rebatch: a block that ran out of memory has changed {', '.join(map(repr, names[:3]))}"

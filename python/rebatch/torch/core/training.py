@@ -17,6 +17,7 @@ from typing import (
     List,
     Optional,
     Sequence,
+    Set,
     Tuple,
     Union,
 )
@@ -84,7 +85,7 @@ class Training:
         self.report, self.totals = Report(), Totals()
         self.outputs: Any = None  # what loss_fn returned beside the loss, for the last batch
         self.left_parts = False  # the last batch was left within its parts
-        self.has_told_parts = False  # of what a block of one changes
+        self.told_parts: Set[str] = set()  # what blocks change, and is not put back
         self._clean_samples = 0  # of the last step without an OOM
         self._longest = 0  # samples of a batch of the last step
         self._micro = 0  # where a session that is opened begins; 0: where the options say

@@ -1,12 +1,13 @@
-"""The variables of a block of the program that runs again after an OOM. Numbers, texts and small
-tensors that it assigned are put back, and what else it assigned is None, so that no name holds
-tensors of the block that failed. Of what was there before, changes are found, to be told. Must not
-know the batch."""
+"""The variables of a block of the program that runs again after an OOM. Numbers, texts, small
+tensors, arrays of NumPy and what is made of these are put back, and what else it assigned is None,
+so that no name holds tensors of the block that failed. Of what was there before, changes are found,
+to be told. Must not know the batch."""
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import gc
 import inspect
 import sys
 import types
@@ -21,6 +22,7 @@ from rebatch.torch.undo.places import Place, globals_in, place_of
 
 _SMALL_BYTES = 4096  # of tensors without a graph, which are kept
 _MOST = 64  # entries of a container in which tensors are looked for, and attributes of an object
+_MOST_KEPT = 256  # entries of a value that is kept, with those of the containers in it
 _NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -34,11 +36,33 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield part
 
 
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes <= _SMALL_BYTES
+
+
 def _is_kept(value: Any) -> bool:
-    """Whether a name can have it again: a number or text, or a small tensor without a graph."""
-    if isinstance(value, torch.Tensor):
-        return not value.requires_grad and value.nbytes <= _SMALL_BYTES
-    return type(value) in ATOMS
+    """Whether a name can have it again: a number or text, a small tensor without a graph, an array
+    of NumPy, or a container or an object of the program that has nothing else."""
+    values, left = [value], _MOST_KEPT
+    while values:
+        value = values.pop()
+        kind = type(value)
+        if kind in ATOMS:
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad or not _is_small(value):
+                return False
+        elif is_container(value) or kind is frozenset or is_object(value):
+            parts = attributes_of(value) if is_object(value) else value
+            left -= 1 + len(parts)
+            if left < 0:
+                return False
+            parts = parts.values() if isinstance(parts, dict) else parts
+            if not ATOMS.issuperset(map(type, parts)):
+                values += parts
+        elif kind.__module__ != "numpy" and gc.is_tracked(value):  # a Decimal and a date are not
+            return False
+    return True
 
 
 def _token(value: Any) -> Any:
@@ -112,6 +136,7 @@ class BlockNames:
                 self._tokens[name] = id(value), _token(value)
         self._marks = self._older_marks()
         self._assigned: List[Tuple[str, Any]] = []  # tensors of the block that failed
+        self.emptied: Set[str] = set()  # names of something, which are None by now
 
     def assigned(self) -> Set[str]:
         """Names of values that are others."""
@@ -143,15 +168,16 @@ class BlockNames:
 
     def let_go(self) -> None:
         """After the block has succeeded: names that it assigned hold no graph, as those of a
-        function that has returned."""
-        of_graphs = {
-            name: None
+        function that has returned. A small tensor, such as a sum of losses, goes on without it."""
+        of_graphs: Dict[str, Any] = {
+            name: value.detach() if isinstance(value, torch.Tensor) and _is_small(value) else None
             for name, value in _variables_of(self._frame).items()
             if not self._is_same(name, value)
             and any(t.grad_fn is not None for t in _tensors_in(value))
         }
         if of_graphs:
             _assign(self._frame, of_graphs)
+            self.emptied.update(name for name, value in of_graphs.items() if value is None)
 
     def put_back(self) -> List[str]:
         """After an OOM. Returns the names of what was changed and is not put back."""
@@ -170,8 +196,14 @@ class BlockNames:
         ]
         values.clear()
         _assign(self._frame, changed)
+        self.emptied.update(name for name in changed if name in self._tokens)
         now = self._older_marks()
         return [name for name, mark in self._marks.items() if name in now and now[name] != mark]
+
+    def empty_among(self, names: Set[str]) -> List[str]:
+        """Which of them are None now."""
+        values = _variables_of(self._frame)
+        return sorted(name for name in names if values.get(name, names) is None)
 
     def still_held(self) -> List[str]:
         """Once no exception is handled, whose frames hold what they were called with: the names
