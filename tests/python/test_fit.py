@@ -557,6 +557,36 @@ def test_a_mask_of_a_kernel_is_told_by_file_and_line(program):
     )
 
 
+# As losses of boxes do: few numbers by a mask that a kernel writes.
+FEW = """
+import rebatch.torch as rebatch
+
+
+def chosen(model, samples):
+    found = model(samples[0].cuda()).square().mean(-1)
+    overlap = torch.zeros_like(found)
+    overlap[found > 0.5] = 2.0 * found[found > 0.5]
+    return (found - overlap).mean()
+
+
+step = rebatch.Step(model, optimizer, chosen)
+step(batch(int(sys.argv[1])))
+"""
+
+
+@on_standin
+def test_few_rows_of_a_kernels_choice_leave_the_answer(program):
+    path = program(MODEL, FEW)
+    done = fit("--gpu", "h100", "--memory", "1GiB", "--", sys.executable, path, "4")
+    chooses = "    overlap[found > 0.5] = 2.0 * found[found > 0.5]"
+    line = 1 + (MODEL + FEW).splitlines().index(chooses)
+    told = (
+        f"{path}:{line}: a kernel would decide how large the result of index() is; with all that "
+        "it may select, or none, the peak differs by 0.0%."
+    )
+    assert done.returncode == 0 and told in done.stdout.splitlines()
+
+
 # As a router of experts does: how many samples an expert has, read on the host.
 COUNTS = """
 import rebatch.torch as rebatch

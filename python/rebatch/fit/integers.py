@@ -1,7 +1,8 @@
 """On the stand-in for CUDA, whose kernels compute nothing: computes on the host what programs
 decide by. These are masks, positions, lengths and counts: integers and booleans that come from the
 host, or from such alone. They say how many rows a mask selects. Where a kernel would have written
-the mask, that is not known, and the program is named by file and line."""
+the mask, that is not known. A copy of the program is tried with one choice of rows and with
+another; before that, the program is named by file and line."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
 from rebatch.fit.controls import standin
-from rebatch.fit.error import FitError
+from rebatch.fit.error import undecided
 from rebatch.torch.private import TorchDispatchMode, storage_address
 
-# Bytes of a tensor that is computed; and of one that is computed from a kernel's zeros, by which
-# programs decide too: whether a loss is finite.
-_MOST, _MOST_OF_ZEROS = 1 << 28, 1 << 22
+# Bytes of a tensor that is computed; of one of floats; and of one that is computed from a kernel's
+# zeros, by which programs decide too: whether a loss is finite.
+_MOST, _MOST_OF_FLOATS, _MOST_OF_ZEROS = 1 << 28, 1 << 24, 1 << 22
 # Bytes from which on a tensor is not copied to the GPU, where no kernel would read it.
 _LARGE = 1 << 24
 # Where the program's files are not.
@@ -47,19 +48,23 @@ _OTHER = 97
 
 class Integers(TorchDispatchMode):
     """While it is active, operations on integers have their results. Raises FitError where a size
-    is decided by integers that only a kernel would know. With `reads_others`, the program reads
-    others in place of these: a size that it takes from them is another."""
+    is decided by integers that only a kernel would know, but with `assumes`: there a mask selects
+    what it would by zeros. With `reads_others`, the program reads others in place of these, and
+    such a mask selects all, or nothing: a size that the program takes from them is another."""
 
     def __init__(self, reads_others: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads_others = reads_others
+        self.assumes = False
+        self.assumed = ""  # the first sentence that says where, and of which operation
         self.ooms = 0  # operations that failed by one
         self.read_at = ""  # where the program has first read a kernel's integers: file and line
         # By address, storages on the GPU that hold integers of which a kernel would have written
         # some, and the most that one may be which is a count. As long as one is here, no other has
         # its address.
         self._unknown: dict[int, tuple[Any, int]] = {}
-        # Likewise those of floats that integers alone have made, as a mask's sum.
+        # Likewise those of floats that integers alone have made, as a mask's sum, and of those that
+        # come from the host and are whole numbers, as a mask in floats.
         self._counts: dict[int, Any] = {}
 
     def __torch_dispatch__(
@@ -130,11 +135,24 @@ class Integers(TorchDispatchMode):
         replaced: list[Any] = []
         for index in indices:
             if index is not None and index.is_cuda and index.dtype in (torch.bool, torch.uint8):
-                self._need(func, [index])
-                replaced += _on_gpu(_aten.nonzero(_on_host(index)), index.device).unbind(1)
+                replaced += self._positions(func, index).unbind(1)
             else:
                 replaced.append(index)
         return replaced
+
+    def _positions(self, func: Any, mask: torch.Tensor) -> torch.Tensor:
+        """Of what a mask selects."""
+        if self._is_known(mask) and _is_integer(mask):
+            on_host = _on_host(mask)
+        elif self.assumes:
+            self.assumed = self.assumed or _decides(func)
+            on_host = _on_host(mask) if mask.nbytes <= _MOST_OF_ZEROS else _none_of(mask)
+            if self.reads_others:
+                on_host = _none_of(mask) if on_host.all() else ~_none_of(mask)
+        else:
+            raise undecided(_decides(func))
+        positions: torch.Tensor = _on_gpu(_aten.nonzero(on_host), mask.device)
+        return positions
 
     def _sized(self, func: Any, inputs: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         if func.overloadpacket is _aten.masked_select:
@@ -147,6 +165,8 @@ class Integers(TorchDispatchMode):
         if func.overloadpacket is _aten._ctc_loss:  # which itself brings the lengths to the host
             self._need(func, inputs[2:])
             return func(*args, **kwargs)
+        if func.overloadpacket is _aten.nonzero:
+            return self._positions(func, inputs[0])
         # The weights of a count decide nothing.
         self._need(func, inputs[:1] if func.overloadpacket is _aten.bincount else inputs)
         values = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
@@ -187,11 +207,7 @@ class Integers(TorchDispatchMode):
 
     def _need(self, func: Any, tensors: list[torch.Tensor]) -> None:
         if not all(_is_integer(tensor) and self._is_known(tensor) for tensor in tensors):
-            name = func.overloadpacket.__name__.strip("_")
-            raise FitError(
-                f"rebatch: {_place(_frame())}: a kernel would decide how large the result of {name}"
-                "() is, and none runs here: expected masks and counts that come from the host"
-            )
+            raise undecided(_decides(func))
 
     # ---- what is known ----
 
@@ -214,12 +230,13 @@ class Integers(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and not (result.is_cuda or effect.mutates):
             return
         is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
-        if is_float and not (args and self._is_count(args[0])):  # most are so
+        sends_count = is_float and effect.reads and _is_whole_numbers(_sent(func, args, kwargs))
+        if is_float and not sends_count and not (args and self._is_count(args[0])):  # most are so
             return
         written = effect.written(result, args, kwargs)
         read = [] if effect.ignores else [*_tensors((args[effect.overwrites :], kwargs))]
         have_values = all(self._is_count(tensor) or not tensor.is_cuda for tensor in read)
-        makes_counts = have_values and any(tensor.is_cuda for tensor in read)
+        makes_counts = sends_count or have_values and any(tensor.is_cuda for tensor in read)
         followed = []
         for tensor in (each for each in written if each.is_cuda):
             if _is_integer(tensor) or makes_counts and tensor.layout == torch.strided:
@@ -228,15 +245,18 @@ class Integers(TorchDispatchMode):
                 del self._counts[storage_address(tensor)]
         if not followed:
             return
-        most = _MOST if have_values and all(map(_is_integer, (*read, *written))) else _MOST_OF_ZEROS
+        are_known = have_values and all(map(self._is_known, read))
+        most = _MOST_OF_FLOATS if are_known else _MOST_OF_ZEROS
+        if have_values and all(map(_is_integer, (*read, *written))):
+            most = _MOST
         is_computed = effect.is_collective
         is_here = not effect.is_collective and not effect.draws
         if is_here and all(tensor.nbytes <= most for tensor in (*read, *written)):
             with contextlib.suppress(Exception):  # what the host lacks
-                is_computed = _is_whole(_sent(func, args, kwargs), written) or _compute(
+                is_computed = _needs_no_kernel(_sent(func, args, kwargs), written) or _compute(
                     func, effect, written, args, kwargs, makes_counts
                 )
-        is_known = is_computed and have_values and all(map(self._is_known, read))
+        is_known = is_computed and are_known
         counted = [tensor for tensor in read if self._is_count(tensor)]
         most = max(map(self._most_of, counted), default=0)
         if func.overloadpacket in _COUNTS and counted:
@@ -341,6 +361,11 @@ def place(path: str, line: object) -> str:
     return f"{path if near.startswith(os.pardir) else near}:{line}"
 
 
+def _decides(func: Any) -> str:
+    name = func.overloadpacket.__name__.strip("_")
+    return f"{_place(_frame())}: a kernel would decide how large the result of {name}() is"
+
+
 def _place(frame: FrameType) -> str:
     while frame.f_back and is_of_packages(frame.f_code.co_filename):
         frame = frame.f_back
@@ -367,7 +392,14 @@ def _is_large(sent: Optional[torch.Tensor]) -> bool:
     return sent is not None and sent.nbytes > (_MOST if _is_integer(sent) else _LARGE)
 
 
-def _is_whole(sent: Optional[torch.Tensor], written: list[torch.Tensor]) -> bool:
+def _is_whole_numbers(sent: Optional[torch.Tensor]) -> bool:
+    if sent is None or not sent.is_floating_point() or sent.nbytes > _MOST_OF_FLOATS:
+        return False
+    first = sent.flatten()[:64] if sent.is_contiguous() else sent
+    return all(bool((part == part.round()).all()) for part in (first, sent))
+
+
+def _needs_no_kernel(sent: Optional[torch.Tensor], written: list[torch.Tensor]) -> bool:
     """Whether the copy needs no kernel."""
     return sent is not None and written[0].is_contiguous()
 
@@ -408,6 +440,10 @@ def _on_host(leaf: Any, has_floats: bool = False) -> Any:
     if not leaf.numel():
         return torch.empty_like(leaf, device="cpu")
     return _span(leaf).cpu().as_strided(leaf.size(), leaf.stride(), 0)
+
+
+def _none_of(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.size(), dtype=torch.bool)
 
 
 def _on_gpu(values: Any, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
-from rebatch.fit.error import FitError
+from rebatch.fit.error import FitError, undecided
 from rebatch.fit.search import EXACT, ROUGH, Line, Sizes, largest_size, line_of, steady_size
 from rebatch.fit.tried import (
     CUBLAS,
@@ -28,6 +28,7 @@ from rebatch.fit.tried import (
 
 _DONE, _FAILED = 0, 1
 _PAGE = 2 << 20  # in which a driver gives memory
+_SAME = 0.005  # how far peaks differ that are told as one
 _UNMEASURED = (
     "The program uses cuFFT, cuSPARSE or cuSOLVER: cuFFT's workspaces are estimated, the others' "
     "do not count."
@@ -155,7 +156,9 @@ class Search:
     ) -> Row:
         if best:
             self._say(best.remark)
-        if best and best.read_at:
+        if best and best.assumed:
+            self._compare_choices(best, level)
+        elif best and best.read_at:
             self._refuse_read_sizes(best, room, level)
         return Row(room, level, best, after, tries, self._subject.name, self._subject.samples)
 
@@ -170,6 +173,21 @@ class Search:
                 f"rebatch: {best.read_at}: the program takes a size from integers that a kernel "
                 "would compute, and none runs here: expected sizes that come from the host"
             )
+
+    def _compare_choices(self, best: Tried, level: int) -> None:
+        """Rows that a kernel chooses may matter to the peak, or be few beside all else."""
+        own = self.tried(best.samples, UNLIMITED, level)
+        try:
+            other = self.tried(best.samples, UNLIMITED, level, reads_others=True)
+        except FitError:
+            other = None
+        if other is None or abs(other.peak - own.peak) > _SAME * own.peak:
+            raise undecided(best.assumed)
+        change = abs(other.peak - own.peak) / own.peak
+        self._say(
+            f"{best.assumed}; with all that it may select, or none, the peak differs by "
+            f"{change:.1%}."
+        )
 
     def tried(self, size: int, room: int, level: int = 0, reads_others: bool = False) -> Tried:
         """The try of a size, which runs once."""

@@ -33,6 +33,7 @@ class Tried:
     refused: int = 0  # workspaces that did not fit, in whose place others were taken
     remark: str = ""  # a sentence below the table
     read_at: str = ""  # file and line of the program, where it has read a kernel's integers
+    assumed: str = ""  # the same, where rows were taken that a kernel would choose, and by what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Request:
     room: int  # bytes that the allocator may hold
     level: int = 0  # of `lighten`
     installs: bool = False  # rebatch's allocator
-    reads_others: bool = False  # of a kernel's integers
+    reads_others: bool = False  # of a kernel's integers, and other rows of its choice
 
 
 class GoOn(BaseException):

@@ -155,7 +155,7 @@ def test_operations_that_run_out_of_memory_are_counted(integers):
 
 # ---- what a kernel would decide ----
 
-SCORES = torch.zeros(6, 4)
+SCORES = torch.full((6, 4), 0.25)
 REFUSED = {
     "nonzero": lambda scores: torch.nonzero(scores.argmax(-1) == 1),
     "experts of tokens": lambda scores: torch.where(scores.topk(2).indices == 3),
@@ -226,6 +226,24 @@ def test_floats_that_integers_alone_make_are_known():
     assert not integers.read_at
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_mask_in_floats_of_the_host_is_known(kind):
+    """Pairs of a sample's views, as in contrastive losses."""
+    owner = torch.arange(5).repeat(2)
+    same = (owner[None] == owner[:, None]).to(kind).cuda()
+    other = ~torch.eye(10, dtype=torch.bool).cuda()
+    same = same[other].view(10, -1)
+    scores = torch.randn(10, 9, device="cuda")
+    assert scores[same.bool()].view(10, -1).shape == (10, 1)
+    assert scores[~same.bool()].view(10, -1).shape == (10, 8)
+
+
+def test_other_floats_of_the_host_are_not_followed():
+    images = torch.rand(4, 6).cuda()
+    with pytest.raises(FitError, match=r"how large the result of index\(\) is"):
+        images[images > 0.5]
+
+
 def test_what_is_known_is_read_as_it_is():
     with Integers(reads_others=True) as integers:
         lengths = LENGTHS.cuda()
@@ -233,6 +251,35 @@ def test_what_is_known_is_read_as_it_is():
         assert MASK.cuda().cpu().tolist() == MASK.tolist()
         assert SCORES.cuda().cpu().shape == (6, 4)
     assert not integers.read_at
+
+
+CHOSEN = {
+    "rows": lambda scores: scores[scores > 0.5],
+    "rows that zeros choose": lambda scores: scores[scores <= 0.5],
+    "positions": lambda scores: torch.nonzero(scores > 0.5),
+    "masked_select": lambda scores: torch.masked_select(scores, scores > 0.5),
+    "numbers": lambda scores: scores.nonzero(),
+    "large": lambda scores: (torch.rand(4096, 2048, device="cuda") > 0.5).nonzero(),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_rows_that_a_kernel_chooses_may_be_assumed(name):
+    counts = []
+    for reads_others in False, True:
+        with Integers(reads_others) as integers:
+            integers.assumes = True
+            counts.append(len(CHOSEN[name](SCORES.cuda())))
+        assert re.search(r":\d+: a kernel would decide how large the result of", integers.assumed)
+    number = 4096 * 2048 if name == "large" else SCORES.numel()
+    assert sorted(counts) == [0, number]
+
+
+def test_what_else_a_kernel_decides_is_refused_all_the_same(integers):
+    integers.assumes = True
+    for name in "unique", "counts", "copies", "ctc_loss":
+        with pytest.raises(FitError, match="a kernel would decide how large the result"):
+            REFUSED[name](SCORES.cuda())
 
 
 @pytest.mark.parametrize("reads_others", [False, True])

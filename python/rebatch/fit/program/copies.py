@@ -15,7 +15,7 @@ import torch
 
 from rebatch.fit import integers
 from rebatch.fit.controls import standin
-from rebatch.fit.error import FitError
+from rebatch.fit.error import FitError, undecided
 from rebatch.fit.program.live import freeze
 from rebatch.fit.tried import GoOn, Request, Tried
 from rebatch.torch.batches.kinds import plain_parts
@@ -45,7 +45,8 @@ class Reply:
 
     def failed(self, text: str) -> NoReturn:
         """`text` is a traceback."""
-        self._say([text, integers.start().read_at], 1)
+        own = integers.start()
+        self._say([text, own.read_at, own.assumed], 1)
 
     def _say(self, what: Any, code: int) -> NoReturn:
         try:
@@ -69,8 +70,10 @@ def _become_silent() -> None:
 
 
 def limit(device: torch.device, request: Request) -> None:
-    """From now on the process has the memory and reads the integers that are asked for."""
+    """From now on the process has the memory and reads the integers that are asked for, and takes
+    rows that a kernel would choose."""
     integers.start().reads_others = request.reads_others
+    integers.start().assumes = True
     standin().standin_set_memory(device.index or 0, request.room)
     if request.installs:
         from rebatch.torch.allocator.install import install
@@ -116,14 +119,15 @@ def ooms(device: torch.device) -> int:
 
 
 def taken(device: torch.device) -> Dict[str, Any]:
-    """What a try has asked of the allocator, and where it has read integers that only a kernel
-    would know: members of Tried."""
+    """What a try has asked of the allocator, and where it has taken what only a kernel would know:
+    members of Tried."""
     size = int(torch.cuda.memory_stats(device)["requested_bytes.all.allocated"])
     if is_installed():
         from rebatch.torch.allocator.install import stats
 
         size += int(stats(device)["allocated_total_bytes"])
-    return {"asked": size, "read_at": integers.start().read_at}
+    own = integers.start()
+    return {"asked": size, "read_at": own.read_at, "assumed": own.assumed}
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -172,8 +176,8 @@ def asked(work: Callable[[Reply], None], size: int) -> Any:
             f"rebatch: a micro-batch of {size} ended {how}: expected a training that runs on the "
             "stand-in for CUDA"
         )
-    said, read_at = json.loads(text)
-    raise _failure(said, read_at, size)
+    said, read_at, assumed = json.loads(text)
+    raise _failure(said, read_at, assumed, size)
 
 
 def refused_gpu(said: str) -> Optional[FitError]:
@@ -188,11 +192,13 @@ def refused_gpu(said: str) -> Optional[FitError]:
     )
 
 
-def _failure(said: str, read_at: str, size: int) -> FitError:
+def _failure(said: str, read_at: str, assumed: str, size: int) -> FitError:
     refused = refused_gpu(said)
     if refused:
         return refused
     sys.stderr.write(said)
+    if assumed:
+        return undecided(assumed)
     lines = said.strip().splitlines()
     last = next((line for line in reversed(lines) if not line.startswith("rebatch: ")), lines[-1])
     if "fork-based multiprocessing" in last:

@@ -241,4 +241,5 @@ def _answer_of_several(steps: List[_Called], request: Dict[str, Any]) -> Dict[st
         for room in rooms_of(request["free"], outside)
         for search, line in zip(searches, lines)
     ]
-    return answer_of(rows, outside, is_installed() or request["installs"])
+    remark = " ".join(dict.fromkeys(search.remark for search in searches if search.remark))
+    return answer_of(rows, outside, is_installed() or request["installs"], remark)

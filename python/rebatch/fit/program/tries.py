@@ -241,7 +241,7 @@ def answer_of_step(training: Training, batch: Any, request: dict[str, Any]) -> d
     outside = search.outside(request["beside"])
     rooms = rooms_of(request["free"], outside)
     rows = [search.row(room, lines[level], level) for room in rooms for level in levels]
-    return answer_of(rows, outside, is_installed() or request["installs"])
+    return answer_of(rows, outside, is_installed() or request["installs"], search.remark)
 
 
 def refuse(training: Training) -> None:
