@@ -30,7 +30,7 @@ from fit_parts.truth import GIB, WAYS, Child, Process, Results, key_of, read_sta
 
 FOLDER = pathlib.Path(__file__).parents[1] / "foreign"
 # The batch of those of which fit runs the program from its start for each size.
-OWN_SIZES = {"molecules": 64, "pixels": 256}
+OWN_SIZES = {"molecules": 64, "pixels": 256, "views": 256}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 CAPS = (6, 20)
 STEPS = 5  # GradScaler leaves out the first ones
