@@ -210,7 +210,8 @@ REBATCH_API rebatch_status rebatch_arena_export(const void **begin, rebatch_expo
  *  @param pieces    as rebatch_arena_export() gave them, with descriptors of this process. The
  *                   caller closes them at any time after the call
  *  @param count     how many, at least one
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_OOM, REBATCH_E_DEVICE */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_OOM, REBATCH_E_HOST_OOM,
+ *          REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_export_map(void **out, rebatch_device *device,
                                               const rebatch_export_piece *pieces, size_t count);
 
@@ -219,7 +220,8 @@ REBATCH_API rebatch_status rebatch_export_map(void **out, rebatch_device *device
  *  @param address  what it gave; NULL is allowed
  *  @param pieces   the same, whose descriptors are not used
  *  @param count    the same
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE */
+ *  @return REBATCH_OK, REBATCH_E_DEVICE; REBATCH_E_INVALID also for other pieces than were mapped,
+ *          and for an address where nothing is mapped any more: nothing changed */
 REBATCH_API rebatch_status rebatch_export_unmap(rebatch_device *device, void *address,
                                                 const rebatch_export_piece *pieces, size_t count);
 

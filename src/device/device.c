@@ -17,7 +17,7 @@ rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_o
     device->ops = ops;
     device->self = self;
     device->others.bytes = SIZE_MAX;
-    pthread_mutex_init(&device->pinned_lock, NULL);
+    (void)pthread_mutex_init(&device->given_lock, NULL);
     (void)snprintf(device->name, sizeof device->name, "%s", name);
     *out = device;
     return REBATCH_OK;
@@ -36,8 +36,9 @@ void rebatch_device_close(rebatch_device *device)
         return;
     }
     device->ops->close(device->self);
-    rbi_pinned_forget(device);
-    pthread_mutex_destroy(&device->pinned_lock);
+    rbi_given_forget(device->pinned);
+    rbi_given_forget(device->exports);
+    (void)pthread_mutex_destroy(&device->given_lock);
     rbi_heap_free(device);
 }
 

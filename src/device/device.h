@@ -122,12 +122,24 @@ struct rebatch_device {
     void *self;
     char name[64];
     char driver[64]; /* what drives it, with its version; "": nothing that could change */
-    pthread_mutex_t pinned_lock;
-    struct rbi_pinned *pinned; /* what pinned memory was given out, the latest first */
+    pthread_mutex_t given_lock; /* of the lists, each with the latest first */
+    struct rbi_given *pinned, *exports;
 };
 
-/* At the end of a device: the records of pinned memory that was not given back. */
-void rbi_pinned_forget(rebatch_device *device);
+/* What a device has given out, so that it is given back once and as a whole: pinned memory, and
+ * what another process has exported. From the heap. */
+struct rbi_given {
+    struct rbi_given *next;
+    const void *address;
+    size_t size; /* or another number that says how it was made, but 0 */
+};
+void rbi_given_add(rebatch_device *device, struct rbi_given **list, struct rbi_given *given);
+/* NULL where the list does not have it with this size. *known is the size that it has there; 0: it
+ * is not there. */
+struct rbi_given *rbi_given_take(rebatch_device *device, struct rbi_given **list,
+                                 const void *address, size_t size, size_t *known);
+/* At the end of a device. */
+void rbi_given_forget(struct rbi_given *list);
 
 /* Wraps `self` into a device; on failure the caller still owns `self`. */
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,

@@ -81,17 +81,21 @@ static void say(const rebatch_export_piece *piece, size_t number, rebatch_status
                     number, piece->bytes, piece->fd, why);
 }
 
-rebatch_status rebatch_export_map(void **out, rebatch_device *device,
-                                  const rebatch_export_piece *pieces, size_t count)
+/* Offsets and sizes as one number, which is not 0. */
+static size_t shape_of(const rebatch_export_piece *pieces, size_t count)
 {
-    if (!out)
-        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the address");
-    *out = NULL;
-    void *address;
-    rebatch_status status = check(device, pieces, count);
-    if (status || (status = rbi_device_check_shared(device)) ||
-        (status = rbi_device_reserve(device, &address, extent_of(pieces, count))))
-        return status;
+    uint64_t shape = UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < count; i++) {
+        shape = (shape ^ pieces[i].offset) * UINT64_C(0x100000001b3);
+        shape = (shape ^ pieces[i].bytes) * UINT64_C(0x100000001b3);
+    }
+    return (size_t)shape | 1;
+}
+
+static rebatch_status map(void *address, rebatch_device *device, const rebatch_export_piece *pieces,
+                          size_t count)
+{
+    rebatch_status status = REBATCH_OK;
     size_t mapped = 0;
     while (mapped < count && !status) {
         char *const at = (char *)address + pieces[mapped].offset;
@@ -103,14 +107,52 @@ rebatch_status rebatch_export_map(void **out, rebatch_device *device,
     }
     if (status)
         (void)unmap(device, address, pieces, mapped, count);
-    else
-        *out = address;
     return status;
+}
+
+rebatch_status rebatch_export_map(void **out, rebatch_device *device,
+                                  const rebatch_export_piece *pieces, size_t count)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the address");
+    *out = NULL;
+    void *address;
+    rebatch_status status = check(device, pieces, count);
+    if (status || (status = rbi_device_check_shared(device)))
+        return status;
+    struct rbi_given *const given = rbi_heap_calloc(1, sizeof *given);
+    if (!given)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for the record of an export");
+    status = rbi_device_reserve(device, &address, extent_of(pieces, count));
+    if (!status)
+        status = map(address, device, pieces, count);
+    if (status) {
+        rbi_heap_free(given);
+        return status;
+    }
+    given->address = *out = address;
+    given->size = shape_of(pieces, count);
+    rbi_given_add(device, &device->exports, given);
+    return REBATCH_OK;
 }
 
 rebatch_status rebatch_export_unmap(rebatch_device *device, void *address,
                                     const rebatch_export_piece *pieces, size_t count)
 {
-    const rebatch_status status = check(device, pieces, count);
-    return status || !address ? status : unmap(device, address, pieces, count, count);
+    size_t known;
+    rebatch_status status = check(device, pieces, count);
+    if (status || !address)
+        return status;
+    struct rbi_given *const given =
+        rbi_given_take(device, &device->exports, address, shape_of(pieces, count), &known);
+    if (!given)
+        return rbi_error(REBATCH_E_INVALID, "address is %p, %s", address,
+                         known ? "and the pieces are others than those that were mapped there"
+                               : "where no export is mapped, or it was unmapped already");
+    status = unmap(device, address, pieces, count, count);
+    if (status)
+        rbi_given_add(device, &device->exports, given);
+    else
+        rbi_heap_free(given);
+    return status;
 }

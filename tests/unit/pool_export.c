@@ -377,3 +377,37 @@ Test(pool_export, wrong_arguments_are_refused)
     cr_assert_eq(rebatch_export_unmap(rig.device, NULL, NULL, 1), REBATCH_E_INVALID);
     rebatch_arena_destroy(arena);
 }
+
+static void refuse_unmap(rebatch_device *device, char *address, const rebatch_export_piece *pieces,
+                         size_t count, const char *text)
+{
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_export_unmap(device, address, pieces, count), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), text), "%s", rebatch_last_error());
+}
+
+/* Else it would be the memory of somebody else that is unmapped. */
+Test(pool_export, an_export_is_unmapped_once_and_as_it_was_mapped)
+{
+    AUTO_RIG rig = rig_open(64, NULL);
+    rebatch_arena *const arena = open_shared(rig.pool);
+    rebatch_export_piece pieces[PIECES], others[PIECES];
+    const void *begin;
+    void *memory;
+    size_t count;
+    (void)take_shared(arena, 20 * PAGE, 3);
+    cr_assert_eq(rebatch_arena_export(&begin, pieces, PIECES, &count, arena), REBATCH_OK);
+    cr_assert_gt(count, 1);
+    cr_assert_eq(rebatch_export_map(&memory, rig.device, pieces, count), REBATCH_OK);
+    memcpy(others, pieces, sizeof others);
+    others[count - 1].bytes += PAGE;
+    refuse_unmap(rig.device, memory, others, count, "the pieces are others than");
+    refuse_unmap(rig.device, memory, pieces, count - 1, "the pieces are others than");
+    refuse_unmap(rig.device, (char *)memory + PAGE, pieces, count, "where no export is mapped");
+    cr_assert_eq(((volatile char *)memory)[0], 3);
+    cr_assert_eq(rebatch_export_unmap(rig.device, memory, pieces, count), REBATCH_OK);
+    refuse_unmap(rig.device, memory, pieces, count, "it was unmapped already");
+    for (size_t i = 0; i < count; i++)
+        (void)close(pieces[i].fd);
+    rebatch_arena_destroy(arena);
+}
