@@ -4,6 +4,7 @@ the cut, is silent for one that does not, and leaves the training as it was."""
 import copy
 import itertools
 import random
+import re
 import threading
 import warnings
 
@@ -125,6 +126,38 @@ def test_a_sum_with_a_normalizer_is_silent_and_a_mean_is_named():
     assert warnings_of("mlp", summed, normalizer=normalizer) == []
     (text,) = warnings_of("mlp", normalizer=normalizer)
     assert "although there is a normalizer" in text
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    (
+        (lambda out, y: rebatch.Mean((out - y).square().mean().sqrt()), "made of sums"),
+        (
+            lambda out, y: rebatch.Sum((out - y).square().mean()),
+            "a mean over the samples in a rebatch.Mean",
+        ),
+        (lambda out, y: {"p": out.softmax(0)}, r"outputs\['p'\] of .* differs by \d"),
+        (lambda out, y: (torch.stack([out.max(), out.min()]), out), r"outputs\[0\] .* is of shape"),
+    ),
+)
+def test_what_is_beside_the_loss_and_depends_on_the_cut_is_named(value, expected):
+    def loss_fn(model, samples):
+        out = model(samples[0])
+        return ((out - samples[1]) ** 2).mean(), value(out, samples[1])
+
+    (text,) = warnings_of("mlp", loss_fn)
+    assert re.match(r"rebatch: step [24]: outputs", text) and re.search(expected, text), text
+
+
+def test_what_is_beside_the_loss_and_does_not_depend_on_it_is_silent():
+    def loss_fn(model, samples):
+        out = model(samples[0])
+        error = (out - samples[1]).square()
+        seen = {"mean": rebatch.Mean(error.mean()), "sum": rebatch.Sum(error.sum(0))}
+        return error.mean(), {**seen, "rows": out.tolist(), "both": (out, error)}
+
+    for autocast in (None, torch.bfloat16):
+        assert warnings_of("mlp", loss_fn, autocast=autocast) == []
 
 
 def test_a_loss_over_pairs_says_what_works():
@@ -294,7 +327,7 @@ def test_an_oom_behind_a_pass_of_a_comparison_leaves_the_generators(monkeypatch)
                 failures[0] += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-        monkeypatch.setattr(cut_comparison._Comparison, "_note_draws", note_draws)
+        monkeypatch.setattr(cut_comparison.Comparison, "_note_draws", note_draws)
         options = {"micro_start": 4, "growth": False, "on_event": lambda *_: None}
         step = rebatch.Step(mine, sgd(mine), drawing, **options)
         random.seed(0)

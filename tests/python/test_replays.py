@@ -221,7 +221,7 @@ def test_nothing_is_captured_in_steps_that_compare_cuts(monkeypatch):
         end(cuts)
 
     monkeypatch.setattr(FirstCut, "end", noted)
-    monkeypatch.setattr(cut_comparison, "_ROUNDS", 3 * cut_comparison._ROUNDS)
+    monkeypatch.setattr(cut_comparison, "ROUNDS", 3 * cut_comparison.ROUNDS)
     run = Run("mlp", True, micro_start=4).steps(14)
     assert sum(compares for compares, _ in steps) == 9
     assert {captures for compares, captures in steps if compares} == {0}

@@ -73,7 +73,7 @@ def test_a_cut_through_time_is_named_with_what_to_do(name):
     (text,) = texts_of(Model(MODULES[name]()), torch.randn(TIME, SAMPLES, WIDTH))
     assert "with batch_first=False, takes the first dimension of its input for time" in text
     assert "'inner" in text and f"the shape (2, {SAMPLES}, {WIDTH})" in text
-    assert "give the Step batch_dim=1" in text
+    assert "give batch_dim=1" in text
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -322,7 +322,9 @@ class Backward:
                 if program.embed is not None and not (status or session.error):
                     parts = [part for _, part in results]
                     results = [(samples, evaluated(program, batch, parts))]
-            session.raise_failure(status)
+                session.raise_failure(status)
+                if self.evaluation_report.microbatches > 1:
+                    training.compare_results(self.evaluation_report.micro)
         counts = [count for count, _ in results]
         losses: List[Any] = [loss for _, (loss, _) in results]
         extras = [extra for _, (_, extra) in results]

@@ -5,22 +5,26 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.cut import Cut
-from rebatch.torch.batches.join import join_results
+from rebatch.torch.batches.join import Joiner, join_results
 from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.batches.switched_off import BATCH_NORM, training_modules
+from rebatch.torch.check.cut_comparison import Subject
+from rebatch.torch.check.first_results import FirstResults
+from rebatch.torch.program.program import Program, Running
 from rebatch.torch.session.report import MapReport
 from rebatch.torch.session.session import Session, session_options
 from rebatch.torch.undo.changes_outside import Told
 from rebatch.torch.undo.generators import Generators
-from rebatch.torch.undo.places import used_by
+from rebatch.torch.undo.places import used_by, variables_of
 from rebatch.torch.undo.undo import Undo
+from rebatch.torch.update.passes import Passes
 
 
 class _Running:
@@ -80,6 +84,51 @@ def _key_of(model: Callable[..., Any]) -> int:
         return id(model)
 
 
+class _Mapped(Program):
+    """A function of samples in the place of a loss_fn: what it returns is beside a loss of 0."""
+
+    inputs: Any = None  # of the map that runs
+    dim: Optional[int] = None  # of the samples in results, where that is known
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, or of the inputs."""
+        return _device_of(self.loss_fn, self.inputs)
+
+    def loss_of(self, samples: Any) -> Tuple[Any, Any]:
+        """It takes no model."""
+        function: Any = self.loss_fn
+        return torch.zeros((), device=self.device), function(samples)
+
+    def kept(self, beside: Any) -> Any:
+        """All of it."""
+        return beside
+
+    def results_of(self, whole: Any, parts: List[Any], count: int) -> Tuple[Any, Any]:
+        """As a map joins them, by dimensions of which all three tell."""
+        alone, joiner = Joiner([2 * count], self.dim), Joiner([count, count, 2 * count], self.dim)
+        return alone.join([whole], [whole], ""), joiner.join(parts, [*parts, whole], "")
+
+
+_OF_MAP = Subject("map()", "the result", "the result", "an entry for each sample", has_loss=False)
+# By function, and by references to what it calls.
+_compared: "weakref.WeakKeyDictionary[Any, Dict[Tuple[Any, ...], FirstResults]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _results_of(model: Callable[..., Any]) -> FirstResults:
+    """Those of a model that were compared, or of a function of the same lines, which may be made
+    anew for each map, that calls the same ones."""
+    owner = getattr(model, "__self__", None)
+    key = getattr(model, "__code__", model) if owner is None else owner
+    try:
+        called = [weakref.ref(v) for p in variables_of(model) if callable(v := p.get())]
+        return _compared.setdefault(key, {}).setdefault(tuple(called), FirstResults())
+    except TypeError:  # it has no weak references
+        return FirstResults()
+
+
 class Map:
     """A model that is run over inputs without training, in as many calls as memory asks for::
 
@@ -106,6 +155,7 @@ class Map:
             "return the value with the result",
             modules=lambda: self._undo.tree.modules,
         )
+        self._results = _results_of(model)
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
@@ -119,12 +169,29 @@ class Map:
                 session, self.model, inputs, samples, _key_of(self.model), self._cut
             )
             session.raise_failure(status)
-            if len(results) > 1:
+            is_cut = len(results) > 1
+            joined = join_results(results, self._dim, lambda: self._one(inputs, samples))
+            if is_cut:
                 self._warn_of_batch_norm()
+                self._compare(inputs)
         finally:
             self._undo.end()
             _running.parts = before
-        return join_results(results, self._dim, lambda: self._one(inputs, samples))
+        return joined
+
+    def _compare(self, inputs: Any) -> None:
+        """They were cut: whether the result depends on that."""
+        if self._results.is_done:
+            return
+        modules = [module for _, module in used_by(self.model, torch.nn.Module)]
+        function: Any = self.model  # of samples alone
+        program = _Mapped(modules, function, Passes(modules), self._cut)
+        program.inputs, program.dim = inputs, self._dim
+        running = Running(program, self._undo, self._told)
+        running.begin(inputs)
+        devices = [program.device] if program.device.type == "cuda" else []
+        running.generators = Generators(devices)
+        self._results.compare(running, _OF_MAP, self.report.micro)
 
     def _warn_of_batch_norm(self) -> None:
         """The inputs were cut: of modules that normalize by those of a micro-batch, once each."""

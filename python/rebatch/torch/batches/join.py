@@ -39,13 +39,13 @@ def _join(
     counts: List[int], results: List[Any], dim: Optional[int], other: Optional[Callable[[], _Part]]
 ) -> Any:
     try:
-        return _Joiner(counts, dim).join(results, results, "")
+        return Joiner(counts, dim).join(results, results, "")
     except _Ambiguous as error:
         if other is None or counts[0] == 1 == len(set(counts)):
             raise ValueError(str(error)) from None
     count, result = other()
     try:
-        return _Joiner([*counts, count], dim).join(results, [*results, result], "")
+        return Joiner([*counts, count], dim).join(results, [*results, result], "")
     except _Ambiguous as error:
         raise ValueError(str(error)) from None
 
@@ -54,7 +54,7 @@ def _named(value: Any) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
-class _Joiner:
+class Joiner:
     """`seen` are the results by which dimensions are told apart, with these numbers of samples: the
     results that are joined, and perhaps one more."""
 

@@ -1,5 +1,5 @@
-"""The gradients of a few samples at two cuts, compared by itself once a batch has been cut: an
-update that depends on the cut is a warning.
+"""The gradients of a few samples at two cuts, and what is returned beside their loss, compared by
+itself once a batch has been cut: an update or a result that depends on the cut is a warning.
 
 The comparison is no part of the step in which memory ran out. In later steps a pass over a few
 samples runs before a micro-batch begins, while the GPU still works on the one before; none waits
@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import warnings
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -29,6 +29,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
+from rebatch.torch.check.results import Leaf, Seen, leaves_of
 from rebatch.torch.check.rounding import floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
@@ -40,10 +41,10 @@ from rebatch.torch.session.threads import others_train
 # Which samples are compared, each in a step, and how many of them a half has: the two that differ
 # most; two pairs of views that are stacked, so they lie half a batch apart; two pairs of views that
 # alternate. A contrastive loss of one pair is 0.
-_ROUNDS = (("different", 1), ("halves", 2), ("neighbours", 2))
+ROUNDS = (("different", 1), ("halves", 2), ("neighbours", 2))
 _SIZES = (4, 2, 1)  # of passes
 # Steps in which the comparison may run out of memory, or fail otherwise.
-_MOST_FAILURES = 2
+MOST_FAILURES = 2
 # So many numbers of each gradient are compared.
 _SAMPLED = 1 << 14
 # Losses closer to 0 are compared as if they were this large.
@@ -56,13 +57,35 @@ _NOT_THE_USERS = {
 }  # fmt: skip
 
 
+KEEP_TOGETHER = (
+    "where samples belong together, as pairs do, keep them so with micro_multiple_of, or slice and "
+    "length; step.check(batch) says more"
+)
+
+
 class CutWarning(UserWarning):
     """The update of a Step depends on how its batch is cut."""
 
 
-def tell(running: Running, number: int, micro: int, text: str) -> None:
-    """Of a step, in micro-batches of that size: as a warning, or where its events go."""
-    text, on_event = f"rebatch: step {number}: {text}", running.program.on_event
+class Subject(NamedTuple):
+    """Of what cuts are compared, as it is said."""
+
+    where: str  # what was called; "": a step
+    what: str  # depends on the cut
+    beside: str  # the results that are beside a loss
+    rows: str  # what is expected of such that have no entry for each sample
+    has_loss: bool = True
+
+
+_ROWS = "an entry for each sample, rebatch.Sum(value) or rebatch.Mean(value)"
+OF_STEP = Subject("", "the update", "outputs", _ROWS)
+OF_EVALUATION = Subject("evaluate()", "the result", "evaluation_outputs", _ROWS)
+
+
+def tell(running: Running, number: int, micro: int, text: str, where: str = "") -> None:
+    """Of a step, in micro-batches of that size, or of what is called otherwise: as a warning, or
+    where its events go."""
+    text, on_event = f"rebatch: {where or f'step {number}'}: {text}", running.program.on_event
     if on_event is None:
         warnings.warn(text, CutWarning, stacklevel=_level_of_the_user())
         return
@@ -90,9 +113,9 @@ class FirstCut:
         self._least = 1  # samples of a micro-batch with which no pass has failed
         self._has_graph = False
         self._draws = False  # random numbers have to be the same for each sample
-        self._is_suspect = False  # a difference was found
-        self.comparison: Optional[_Comparison] = None  # of the step that runs, whose guard this is
-        self._results: Optional[_Results] = None  # that are not judged yet
+        self._is_suspect = self.has_told = False  # a difference was found, and found again
+        self.comparison: Optional[Comparison] = None  # of the step that runs, whose guard this is
+        self._results: Optional[Results] = None  # that are not judged yet
 
     def begin(self, running: Running, number: int, ran: int, micro: int) -> None:
         """A step begins, in micro-batches of `micro` samples; the last one ended with micro-batches
@@ -107,24 +130,20 @@ class FirstCut:
             return
         sizes = running.allowed_sizes()
         unit = min((size for size in sizes if size >= self._least), default=0)
-        if len(sizes) == 1 or not 0 < 2 * unit <= running.samples or _may_wait_for_others(running):
+        if len(sizes) == 1 or not 0 < 2 * unit <= running.samples or may_wait_for_others(running):
             self.is_done = True
             return
         self._has_graph = 2 * unit <= micro and not self._failures
         is_warm = self._warmed == len(_SIZES) or not on_gpu
-        kind, units = _ROUNDS[self._compared] if is_warm else _ROUNDS[-1]
+        kind, units = ROUNDS[self._compared] if is_warm else ROUNDS[-1]
         units = units if 2 * units * unit <= micro else 1
-        half = units * unit
-        passes = [(0, 2 * half), (0, half), (half, half)]
-        if not is_warm:
-            passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
         try:
-            totals = [(_OnHost(numbers), much) for numbers, much in _totals(running)]
+            self.comparison = Comparison.of(running, number, micro, unit, units, kind)
         except Exception as error:  # out of memory
             self._fail(error)
             return
-        choice = _Choice(totals, running.samples // unit, kind, units)
-        self.comparison = _Comparison(running, number, micro, (unit, half), choice, passes)
+        if not is_warm:
+            self.comparison.passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
 
     def save(self, point: int) -> None:
         """Before an attempt, once what it may change is saved: a pass; before the last micro-batch,
@@ -144,19 +163,17 @@ class FirstCut:
         """A comparison has. Another one may be smaller, or larger."""
         comparison, self.comparison = self.comparison, None
         self._failures += 1
-        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        said = said_of(error)
         is_short = is_oom(error, has_allocation_failed)
         is_own = not self._has_graph and isinstance(error, AssertionError)  # of the program
         let_go(error)
-        self.is_done = self._failures == _MOST_FAILURES
+        self.is_done = self._failures == MOST_FAILURES
         if is_short or is_own or comparison is None:
             return
         self._least = comparison.unit + 1
         if self.is_done:
             comparison.tell(
-                f"the gradients could not be compared at two cuts ({said}): where samples belong "
-                "together, as pairs do, keep them so with micro_multiple_of, or slice and length; "
-                "step.check(batch) says more"
+                f"the gradients could not be compared at two cuts ({said}): {KEEP_TOGETHER}"
             )
 
     def restore(self, _point: int) -> None:
@@ -178,7 +195,7 @@ class FirstCut:
         elif is_unlike:
             self._is_suspect = True
         else:
-            self._results = _Results(comparison, comparison.figures)
+            self._results = Results(comparison, comparison.figures)
             if comparison.figures.are_here():
                 self._judge()
 
@@ -192,12 +209,18 @@ class FirstCut:
         if self._is_suspect:
             return
         self._compared += 1
-        self.is_done |= bool(text) or self._compared == len(_ROUNDS)
+        self.is_done |= bool(text) or self._compared == len(ROUNDS)
         if text and is_sure:
+            self.has_told = True
             results.comparison.tell(text)
 
 
-def _may_wait_for_others(running: Running) -> bool:
+def said_of(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def may_wait_for_others(running: Running) -> bool:
     """Whether a forward pass that this rank makes alone may contain collectives. Those of a Step
     that trains with other ranks have none, but for fully_shard()."""
     distributed = torch.distributed
@@ -253,32 +276,41 @@ class _Choice:
     count: int  # units in the batch
     kind: str
     units: int
+    skip: int = 0  # so many choices before it
 
     @torch.no_grad()
     def made(self) -> List[int]:
         """The numbers of two times so many units, which differ most in labels, lengths and weights;
-        or pairs of them that are alike. Waits for no more than the batch."""
+        or pairs of them that are alike; or neighbours. Waits for no more than the batch."""
+        middle, skip = self.count // 2, min(self.skip, self.count // (2 * self.units) - 1)
+        if self.kind == "some":
+            return list(range(2 * self.units * skip, 2 * self.units * (skip + 1)))
         rows = [_scaled(total.read(), self.count) * much for total, much in self.totals]
         place = torch.stack(rows or [torch.zeros(self.count)])
-        middle = self.count // 2
         if self.kind == "different":
-            first = int((place - place.mean(1, keepdim=True)).abs().sum(0).argmax())
-            return sorted([first, _farthest(place, first)])
+            taken: List[int] = []
+            for _ in range(skip + 1):
+                apart = (place - place.mean(1, keepdim=True)).abs().sum(0)
+                apart[taken] = -1.0
+                first = int(apart.argmax())
+                taken += [first, _farthest(place, first, taken)]
+            return sorted(taken[-2:])
         if self.kind == "halves":
             apart = (place[:, :middle] - place[:, middle : 2 * middle]).abs().sum(0)
-            nearest = sorted(apart.topk(self.units, largest=False).indices.tolist())
-            return nearest + [one + middle for one in nearest]
-        ones, others = place[:, 0 : 2 * middle : 2], place[:, 1 : 2 * middle : 2]
-        pairs = [int((ones - others).abs().sum(0).argmin())]
+            nearest = apart.topk(self.units * (skip + 1), largest=False).indices
+            ones = sorted(nearest[-self.units :].tolist())
+            return ones + [one + middle for one in ones]
+        evens, odds = place[:, 0 : 2 * middle : 2], place[:, 1 : 2 * middle : 2]
+        pairs = [int((evens - odds).abs().sum(0).argsort(stable=True)[skip])]
         if self.units > 1:
-            pairs = sorted([*pairs, _farthest(ones + others, pairs[0])])
+            pairs = sorted([*pairs, _farthest(evens + odds, pairs[0])])
         return [2 * pair + i for pair in pairs for i in (0, 1)]
 
 
-def _farthest(place: torch.Tensor, one: int) -> int:
-    """From one of them, another."""
+def _farthest(place: torch.Tensor, one: int, taken: Sequence[int] = ()) -> int:
+    """From one of them, another that is not taken."""
     distance = (place - place[:, one : one + 1]).abs().sum(0)
-    distance[one] = -1.0
+    distance[[one, *taken]] = -1.0
     return int(distance.argmax())
 
 
@@ -306,7 +338,7 @@ def _totals(running: Running) -> Iterator[Tuple[torch.Tensor, float]]:
 # ---- the comparison ----
 
 
-class _Comparison:
+class Comparison:
     """The passes over two times `half` samples in one step: spans of these samples that are left to
     run. A result is a loss and numbers of its gradients."""
 
@@ -321,9 +353,10 @@ class _Comparison:
     ):
         self._running, self.program, (self.unit, self.half) = running, running.program, sizes
         self._number, self._micro, self._choice = number, micro, choice
-        self.passes = passes
-        self.results: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        self.passes, self.subject = passes, OF_STEP
+        self.results: List[Tuple[torch.Tensor, torch.Tensor, Any]] = []
         self.figures: Optional[_OnHost] = None  # of three passes; a single one warms up
+        self.leaves: List[Leaf] = []  # of what was beside the loss
         root = self.program.modules
         self.named = root[0] if len(root) == 1 else root
         self._off = training_modules(root, DROPOUT) + power_iterations(root)
@@ -339,6 +372,24 @@ class _Comparison:
         self.ran = 0  # samples of the step's batch
         self._batch: Any = None
         self._spans: List[Tuple[int, int]] = []  # of the samples: first, count
+
+    @classmethod
+    def of(
+        cls,
+        running: Running,
+        number: int,
+        micro: int,
+        unit: int,
+        units: int,
+        kind: str,
+        skip: int = 0,
+    ) -> Comparison:
+        """Of samples that are chosen by kind: three passes. May run out of memory."""
+        half = units * unit
+        totals = [(_OnHost(numbers), much) for numbers, much in _totals(running)]
+        choice = _Choice(totals, running.samples // unit, kind, units, skip)
+        passes = [(0, 2 * half), (0, half), (half, half)]
+        return cls(running, number, micro, (unit, half), choice, passes)
 
     @property
     def batch_norm(self) -> List[torch.nn.Module]:
@@ -382,7 +433,11 @@ class _Comparison:
     def _finish(self) -> None:
         """Nothing of the passes stays on the device when the step ends."""
         if len(self.results) > 1:
-            self.figures = _Figures.of(self.results)
+            whole, *parts = (beside for *_, beside in self.results)
+            if whole is not None:
+                pair = self.program.results_of(whole, parts, self.half)
+                self.leaves = list(leaves_of(whole, *pair, self._device))
+            self.figures = _Figures.of(self.results, self.leaves)
         self.results, self._batch = [], None
 
     def _note_draws(self, snapshot: Snapshot, mode: Any) -> None:
@@ -412,15 +467,24 @@ class _Comparison:
         self._unit = self._samples / (2 * self.half) / float(weight) if weight is not None else 1.0
         self._is_sum = weight is not None
 
-    def _pass(self, first: int, count: int, has_graph: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def _device(self) -> torch.device:
+        """On which figures are computed, so that nothing waits for it."""
+        return self.results[0][1].device
+
+    def _pass(
+        self, first: int, count: int, has_graph: bool
+    ) -> Tuple[torch.Tensor, torch.Tensor, Any]:
         part = self.program.cut.part(self._batch, self._first + first, count, self._samples)
         samples = tree_map_only(torch.Tensor, torch.Tensor.clone, part)
         self.sequences.count = count
         noting = torch.autograd.graph.saved_tensors_hooks(self._note, _itself)
         with torch.set_grad_enabled(has_graph), noting if has_graph else contextlib.nullcontext():
-            loss: torch.Tensor = self.program.loss_of(samples)[0]
+            loss, beside = self.program.loss_of(samples)
+        beside = self.program.kept(beside)
         loss = loss * (self._unit if self._is_sum else count / (2 * self.half))
-        return loss.detach(), self._gradients_of(loss) if has_graph else loss.new_zeros(1)
+        gradients = self._gradients_of(loss) if has_graph else loss.new_zeros(1)
+        return loss.detach(), gradients, beside
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept instead. A result that the backward pass does not come to, such as one that
@@ -439,11 +503,13 @@ class _Comparison:
         return torch.cat([_numbers_of(p, g).to(device) for p, g in zip(trained, found)])
 
     def tell(self, text: str) -> None:
-        tell(self._running, self._number, self._micro, text)
+        tell(self._running, self._number, self._micro, text, self.subject.where)
 
     @property
     def names(self) -> str:
         """Of the samples."""
+        if len(self._spans) > 4:  # neighbours
+            return f"{self._spans[0][0]}-{sum(self._spans[-1]) - 1}"
         spans = [f"{at}-{at + n - 1}" if n > 1 else f"{at}" for at, n in self._spans]
         return ", ".join(spans[:-1]) + " and " * (len(spans) > 1) + spans[-1]
 
@@ -498,34 +564,61 @@ class _Figures:
     difference: float
 
     @staticmethod
-    def of(results: List[Tuple[torch.Tensor, torch.Tensor]]) -> _OnHost:
-        """Those of three passes, in this order."""
-        (whole, all_at_once), (first, one), (second, other) = results
+    def of(results: List[Tuple[torch.Tensor, torch.Tensor, Any]], leaves: List[Leaf]) -> _OnHost:
+        """Those of three passes, in this order, and those of the leaves."""
+        (whole, all_at_once, _), (first, one, _), (second, other, _) = results
         parts = one + other
         norms = [all_at_once.norm(), parts.norm(), one.norm() + other.norm()]
         figures = [whole, first + second, *norms, (all_at_once - parts).norm()]
+        figures += [f for leaf in leaves for f in leaf.figures]
         device = all_at_once.device
         return _OnHost(torch.stack([f.to(device, torch.float32) for f in figures]))
 
 
-class _Results:
+class Results:
     """What a comparison has computed, on its way to the host."""
 
-    def __init__(self, comparison: _Comparison, figures: _OnHost):
+    def __init__(self, comparison: Comparison, figures: _OnHost):
         self.comparison, self._figures = comparison, figures
+        self.place = ""  # of a result that is wrong
+        self.zeros: Set[str] = set()  # places of sums and means that are 0, which tells nothing
 
     def judged(self) -> str:
         """What is wrong, or nothing."""
-        comparison, f = self.comparison, _Figures(*self._figures.read().tolist())
+        comparison, figures = self.comparison, self._figures.read().tolist()
+        f, rest = _Figures(*figures[:6]), figures[6:]
+        of_gradients, of_losses = floors(comparison.is_16_bit, comparison.program.device)
+        text = self._of_passes(f, of_gradients, of_losses) if comparison.subject.has_loss else ""
+        return text or self._of_leaves(rest, of_gradients)
+
+    def _of_leaves(self, figures: List[float], floor: float) -> str:
+        comparison, subject = self.comparison, self.comparison.subject
+        is_told = comparison.batch_norm and not subject.has_loss  # by the map
+        if comparison.has_drawn_elsewhere or is_told:
+            return ""
+        why = comparison.sequences.found()
+        seen = Seen(subject.beside, comparison.names, comparison.half, subject.rows)
+        for leaf in comparison.leaves:
+            own, figures = figures[: len(leaf.figures)], figures[len(leaf.figures) :]
+            text = leaf.judged(own, floor, seen)
+            if text:
+                self.place = leaf.place
+                return f"{text}; {why[0]}: {why[1]}" if why[0] else text
+            if leaf.is_zero(own):
+                self.zeros.add(leaf.place)
+        return ""
+
+    def _of_passes(self, f: _Figures, of_gradients: float, of_losses: float) -> str:
+        comparison = self.comparison
         why = comparison.sequences.found()
         if why[0]:
             return self._said(_of_losses(f), *why)
         if math.isfinite(f.whole) != math.isfinite(f.parts):
             return self._explained(_of_losses(f), f.whole, f.parts)
-        of_gradients, of_losses = floors(comparison.is_16_bit, comparison.program.device)
-        scale = max(abs(f.whole), abs(f.parts), _TELLING)
-        is_other_loss = abs(f.whole - f.parts) - comparison.rounding > of_losses * scale
         scale = max(f.added_norms, f.whole_norm)
+        floor = of_losses if scale else of_gradients  # where nothing but the loss tells
+        floor *= max(abs(f.whole), abs(f.parts), _TELLING)
+        is_other_loss = abs(f.whole - f.parts) - comparison.rounding > floor
         is_finite = math.isfinite(scale) and math.isfinite(f.whole)
         if is_finite and scale and f.difference > of_gradients * scale and not is_other_loss:
             return self._explained(_of_gradients(f), f.whole_norm, f.parts_norm)
@@ -548,9 +641,10 @@ class _Results:
             return ""
         name = name_of(comparison.named, comparison.batch_norm[0])
         return (
-            f"BatchNorm ({name!r}) normalizes by the statistics of a micro-batch, so the update "
-            "depends on how memory cuts the batch: use GroupNorm, put it into evaluation mode, or "
-            "keep one size with micro_allowed=[N]; step.check(batch) says more"
+            f"BatchNorm ({name!r}) normalizes by the statistics of a micro-batch, so "
+            f"{comparison.subject.what} depends on how memory cuts the batch: use GroupNorm, put "
+            "it into evaluation mode, or keep one size with micro_allowed=[N]; step.check(batch) "
+            "says more"
         )
 
     def _said(self, said: str, why: str, advice: str) -> str:
@@ -558,8 +652,9 @@ class _Results:
         if comparison.program.embed is not None:
             said = said.replace("loss", "sum of the rows")
         return (
-            f"{said.format(samples=comparison.names, half=comparison.half)}, so the update depends "
-            f"on how memory cuts the batch: {why}: {advice}; step.check(batch) says more"
+            f"{said.format(samples=comparison.names, half=comparison.half)}, so "
+            f"{comparison.subject.what} depends on how memory cuts the batch: {why}: {advice}; "
+            "step.check(batch) says more"
         )
 
 

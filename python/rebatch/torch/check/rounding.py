@@ -24,6 +24,11 @@ def floors(is_16_bit: bool, device: torch.device) -> tuple[Any, ...]:
     return _FLOORS["fp32"]
 
 
+def are_exact(is_16_bit: bool, device: torch.device) -> bool:
+    """Whether the floors are those of float32."""
+    return floors(is_16_bit, device) == _FLOORS["fp32"]
+
+
 def _uses_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
 

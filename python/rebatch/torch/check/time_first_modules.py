@@ -60,7 +60,7 @@ class Sequences:
                 f"{name!r}, of type {type(self._modules[name]).__name__} with batch_first=False, "
                 f"takes the first dimension of its input for time, and that was cut: the input for "
                 f"{count} samples has the shape {shape}",
-                "for a batch of the shape (time, samples, features) give the Step batch_dim=1; "
+                "for a batch of the shape (time, samples, features) give batch_dim=1; "
                 "where the samples come first, make the module with batch_first=True",
             )
         return "", ""

@@ -11,6 +11,7 @@ from typing import Any, Dict, MutableMapping, Set, Tuple
 import torch
 
 from rebatch.torch.check.cut_comparison import FirstCut
+from rebatch.torch.check.first_results import FirstResults
 from rebatch.torch.program.program import Program
 
 
@@ -23,6 +24,7 @@ class Found:
     is_told: bool = False  # what changes outside of the model
     swallowed: Set[str] = dataclasses.field(default_factory=set)  # lines that were told
     cuts: FirstCut = dataclasses.field(default_factory=FirstCut)
+    results: FirstResults = dataclasses.field(default_factory=FirstResults)  # of evaluate()
 
 
 _found: MutableMapping[torch.nn.Module, Dict[Tuple[Any, ...], Found]] = weakref.WeakKeyDictionary()

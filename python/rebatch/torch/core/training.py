@@ -31,7 +31,7 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import batch_norms, keep_pairs, train_any
 from rebatch.torch.batches.cut import Batches, cut_of
 from rebatch.torch.check.check import check_step
-from rebatch.torch.check.cut_comparison import FirstCut, tell
+from rebatch.torch.check.cut_comparison import OF_EVALUATION, FirstCut, tell
 from rebatch.torch.check.findings import Check, accepted_kinds
 from rebatch.torch.core.arguments import (
     check_arguments,
@@ -174,6 +174,12 @@ class Training:
             yield session
         finally:
             self.callbacks.end()
+
+    def compare_results(self, micro: int) -> None:
+        """The batch was evaluated in parts of so many samples: whether the result depends on it,
+        unless an update does, which was told."""
+        if not self.callbacks.cuts.has_told:
+            self._found.results.compare(self.running, OF_EVALUATION, micro)
 
     # ---- an update ----
 

@@ -29,7 +29,7 @@ from rebatch._library import Event
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.batch_norm import keep_pairs, with_rest
 from rebatch.torch.batches.cut import Batches, Cut, owned
-from rebatch.torch.batches.outputs import split_result
+from rebatch.torch.batches.outputs import joined, kept, split_result
 from rebatch.torch.private import HOOKS_OF_TENSORS
 from rebatch.torch.program.embeddings import Embedded
 from rebatch.torch.program.mistakes import refuse_gradients, refuse_scaled
@@ -159,6 +159,15 @@ class Program:
                 return split_result(self.loss_fn(self.model, samples))
         finally:
             attempt.runs = was_running
+
+    def kept(self, beside: Any) -> Any:
+        """Of what is beside a loss, what is compared at two cuts: nothing of an adapter's."""
+        return kept(beside) if self.functions is None else None
+
+    def results_of(self, whole: Any, parts: List[Any], count: int) -> Tuple[Any, Any]:
+        """What was kept of 2 * `count` samples in one call and in two, each as it is combined."""
+        dim = self.cut.dim
+        return joined([whole], [2 * count], dim), joined(parts, [count, count], dim)
 
     def embedded(self, samples: Any, count: int = 0) -> Embedded:
         """What embed returns of so many samples; 0: of those that there are."""
