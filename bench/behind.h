@@ -12,15 +12,13 @@ struct rbi_event_object {
 };
 
 static struct {
-    struct rbi_device_ops dry, ops; /* the dry device's, and those with the events below */
-    uint64_t now, lag;              /* in calls of the pool */
-    uint64_t calls;                 /* for events, but for those that destroy one */
+    struct rbi_device_ops ops; /* the dry device's, with the events below */
+    uint64_t now, lag;         /* in calls of the pool */
 } behind;
 
 static inline rebatch_status behind_create(void *self, rbi_event *out)
 {
     (void)self;
-    behind.calls++;
     *out = calloc(1, sizeof **out);
     return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
 }
@@ -34,7 +32,6 @@ static inline void behind_destroy(void *self, rbi_event event)
 static inline rebatch_status behind_record(void *self, rbi_event event)
 {
     (void)self;
-    behind.calls++;
     event->done_at = behind.now + behind.lag;
     return REBATCH_OK;
 }
@@ -42,7 +39,6 @@ static inline rebatch_status behind_record(void *self, rbi_event event)
 static inline rebatch_status behind_query(void *self, rbi_event event, bool *done)
 {
     (void)self;
-    behind.calls++;
     *done = event->done_at <= behind.now;
     return REBATCH_OK;
 }
@@ -50,7 +46,6 @@ static inline rebatch_status behind_query(void *self, rbi_event event, bool *don
 static inline rebatch_status behind_await(void *self, rbi_event event)
 {
     (void)self;
-    behind.calls++;
     behind.now = event->done_at > behind.now ? event->done_at : behind.now;
     return REBATCH_OK;
 }
@@ -60,7 +55,7 @@ static inline rebatch_status behind_open(rebatch_device **out, size_t capacity, 
     const rebatch_status status = rebatch_device_open_dry(out, capacity, page_bytes);
     if (status)
         return status;
-    behind.dry = behind.ops = *(*out)->ops;
+    behind.ops = *(*out)->ops;
     behind.ops.event_create = behind_create;
     behind.ops.event_destroy = behind_destroy;
     behind.ops.event_record = behind_record;

@@ -9,7 +9,6 @@ $(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
-$(BUILD)/bench/events: $(addprefix $(BUILD)/bench/replay/,trace.o ids.o)
 $(REPLAY): $(REPLAY_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
@@ -74,10 +73,6 @@ bench-sleep: ## what sleep and wake of a pool cost for each GiB (SLEEP_FLAGS=16:
 bench-short: ## what a training step costs in the driver where memory is short (SHORT_FLAGS="500": a GPU that is behind)
 	$(call build_bench,short)
 	@$(BUILD)/bench/short $(SHORT_FLAGS)
-
-bench-events: ## how often a pool asks how far streams have come, by how far they lag
-	$(call build_bench,events,test)
-	@$(BUILD)/bench/events bench/traces/two-streams.trace.gz
 
 PROBE_FLAGS =
 bench-probe: ## how well the probe finds, beside others (PROBE_FLAGS="--seed 7")
