@@ -259,7 +259,24 @@ def in_an_attribute_of_another_module(number):
         fail_at(metric.total.item(), number)
         return plain(model, samples)
 
-    return loss_fn, "metric"
+    return loss_fn, "metric.total"
+
+
+class Agent(torch.nn.Module):
+    """The program's trainer is a module, as in Lightning, and the Step's model is a part of it."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.critic, self.seen = number, torch.nn.Linear(8, 1), {"calls": 0}
+
+    def loss(self, model, samples):
+        self.seen["calls"] += 1
+        fail_at(self.seen["calls"], self.number)
+        return plain(model, samples)
+
+
+def in_an_attribute_of_the_module_whose_method_it_is(number):
+    return Agent(number).loss, "self.seen"
 
 
 def in_an_iterator_of_a_list(number):
@@ -454,6 +471,7 @@ FLAGS = [
     in_an_array,
     in_a_buffer_of_another_module,
     in_an_attribute_of_another_module,
+    in_an_attribute_of_the_module_whose_method_it_is,
     in_an_iterator_of_a_list,
     in_a_generator_function,
 ]

@@ -82,7 +82,7 @@ class Marks:
     most = 1 << 14  # entries of all that is looked at
     most_entries = 1024  # of a container, beside its length
     most_array_bytes = 64 << 10  # of an array of NumPy that is compared
-    names_parts_of_modules = False  # all that a module holds has its name
+    names_parts_of_modules = False  # tensors that a module holds have its name
 
     def __init__(
         self,
@@ -196,9 +196,10 @@ class Marks:
         if isinstance(value, torch.nn.Module):
             self.has_compiled |= is_compiled(value)
             attributes = {key: vars(value)[key] for key in names_of(value)}
-            tables = (value._parameters, value._buffers, value._modules)
-            for table in (*tables, attributes):
+            for table in (value._parameters, value._buffers, value._modules):
                 self._note_attributes(name, value, table, not self.names_parts_of_modules)
+            is_own = self.names_parts_of_modules or is_of_program(type(value))
+            self._note_attributes(name, value, attributes, not is_own)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizers.add(name)
             self._note_attributes(name, value, vars(value), True)
