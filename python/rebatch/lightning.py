@@ -482,21 +482,29 @@ class _Records:
             self._restore_metrics(first)
         for later in [f for f in self._records if f >= first]:
             del self._records[later]
-        self._current = _Record(count, [_copy_of(vars(metric)) for metric in self._metrics])
+        self._current = _Record(count, [_states_of(metric) for metric in self._metrics])
         self._records[first] = self._current
 
     def _restore_metrics(self, first: int) -> None:
         self._put_metrics(self._records[first].metrics)
 
     def _put_metrics(self, states: List[dict[Any, Any]]) -> None:
+        """In the same tensors, so that nobody takes what an attempt has not used for changed."""
         for metric, state in zip(self._metrics, states):
-            vars(metric).update(state)
+            for value, version, copy in state.values():
+                if _version_of(value) == version:
+                    continue
+                if isinstance(value, list):
+                    value[:] = copy
+                else:
+                    value.detach().copy_(copy)
+            vars(metric).update((name, value) for name, (value, _, _) in state.items())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Runs of training_step that are no part of the batch's leave nothing here."""
         kept = dict(vars(self))
-        states = [_copy_of(vars(metric)) for metric in self._metrics]
+        states = [_states_of(metric) for metric in self._metrics]
         self._records, self._is_done = {}, False
         try:
             yield
@@ -590,14 +598,21 @@ class _ReplacedLog:
         del self._module.log
 
 
-def _copy_of(state: Dict[str, Any]) -> Dict[str, Any]:
-    """What a Metric changes: its tensors in place, its lists by appending."""
-    copies = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            value = value.detach().clone()
-        copies[name] = list(value) if isinstance(value, list) else value
-    return copies
+def _states_of(metric: Metric) -> Dict[str, tuple[Any, ...]]:
+    """What a Metric has, the versions of that, and copies of what it changes: its tensors in place,
+    its lists by appending."""
+    states = {}
+    for name, value in vars(metric).items():
+        copy = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        copy = list(copy) if isinstance(copy, list) else copy
+        states[name] = value, _version_of(value), copy
+    return states
+
+
+def _version_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    return len(value) if isinstance(value, list) else None
 
 
 def _detached(value: Any) -> Any:

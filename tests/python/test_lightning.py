@@ -1,6 +1,7 @@
 """rebatch.lightning.Rebatch: training is that of a plain Trainer, and survives OOMs."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torchmetrics
 from lightning.pytorch.loggers.logger import Logger
 
 import rebatch.lightning
+from rebatch.testing import fail_once
 from models import FailAt, HalfStep, Mlp, out_of_memory, same_bits, state_of
 
 SAMPLES = 16
@@ -347,6 +349,29 @@ def test_the_trainer_of_the_other_package_works():
 
 
 # ---- what Lightning allows ----
+
+
+class Validated(Net):
+    """A metric that validation alone uses, beside that of the training."""
+
+    def __init__(self):
+        super().__init__()
+        self.valid_error = torchmetrics.MeanSquaredError()
+
+    def validation_step(self, batch, batch_idx):
+        self.valid_error(self.net(batch[0]), batch[1])
+        self.log("valid_error", self.valid_error)
+
+
+@pytest.mark.parametrize("call", (4, 10))  # in the first epoch, and after a validation
+def test_a_metric_that_an_attempt_has_not_used_is_not_told(call):
+    torch.manual_seed(0)
+    module, callback = Validated(), rebatch.lightning.Rebatch(log_level="quiet")
+    with warnings.catch_warnings(), fail_once(module.net.body[3], call=call) as failing:
+        warnings.filterwarnings("error", "rebatch: ")
+        options = dict(fit_options={"val_dataloaders": batches()}, num_sanity_val_steps=0)
+        fit(module, callback, **options)
+    assert failing.failures == 1 and callback.numbers()["rebatch/ooms_total"] == 1
 
 
 class Skips(Net):
