@@ -181,24 +181,31 @@ def test_loop_of_transformers_is_answered(program, tmp_path):
     assert row["micro"] > 100 and row["held_bytes"]["optimizer"] and not row["remark"]
 
 
-# The same batches as those of a loader, and a Step that takes them.
-LOADED_STEP = """
+# The same batches as those of a loader, and a Step or a Backward that takes them.
+OF_REBATCH = """
 import rebatch.torch as rebatch
 
-step = rebatch.Step(model, optimizer, loss_fn)
+step = rebatch.{}, micro_multiple_of=16)
+"""
+LOADED_STEP = """
 samples = torch.utils.data.TensorDataset(*batch(1000))
 for _ in range(1_000_000):
     for part in torch.utils.data.DataLoader(samples, int(sys.argv[1]), num_workers=2):
         step(part)
+        if type(step) is rebatch.Backward:
+            optimizer.step()
+            optimizer.zero_grad()
 """
 
 
 @on_standin
-def test_step_answers_also_where_a_loader_gives_its_batches(program):
+@pytest.mark.parametrize("made", ["Step(model, optimizer, loss_fn", "Backward(model, loss_fn"])
+def test_step_answers_also_where_a_loader_gives_its_batches(program, made):
     options = ["--gpu", "h100", "--memory", "1GiB", "--", sys.executable]
     [stepped] = found(*options, program(MODEL, STEP), "16")
-    [loaded] = found(*options, program(MODEL, LOADED_STEP), "16")
-    assert loaded["micro"] == stepped["micro"] and not loaded["remark"]
+    [loaded] = found(*options, program(MODEL, OF_REBATCH.format(made), LOADED_STEP), "16")
+    assert loaded["micro"] == stepped["micro"] // 16 * 16 and not loaded["remark"]
+    assert loaded["held_bytes"]["optimizer"] == stepped["held_bytes"]["optimizer"]
 
 
 # Lengths in decreasing order, as packed sequences need them, and shorter ones behind.

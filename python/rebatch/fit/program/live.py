@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import gc
-import itertools
+import sys
 import weakref
-from typing import Any, Dict, Iterable, Iterator
+from typing import Any, Dict, Iterable, Iterator, List, Optional
 
 import torch
 
 _KINDS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+_STEPS = "rebatch.torch.core.training"
 _frozen: list[Any] = []  # weak references
+_objects = gc.get_objects
+
+
+def _all_objects(generation: Optional[int] = None) -> List[Any]:
+    there = (reference() for reference in _frozen)
+    return [*(each for each in there if each is not None), *_objects(generation)]
 
 
 def freeze() -> None:
     """Before the process is copied: what is there is not gone through again, which would copy all
-    memory in which Python's objects are."""
-    _frozen.extend(weakref.ref(each) for each in _of(_KINDS, gc.get_objects()))
+    memory in which Python's objects are. Of those kinds it is still found, also by a Backward that
+    looks for its optimizers."""
+    kinds = _KINDS + ((sys.modules[_STEPS].Training,) if _STEPS in sys.modules else ())
+    _frozen.extend(weakref.ref(each) for each in _of(kinds, _objects()))
     gc.freeze()
+    gc.get_objects = _all_objects
 
 
 def live(kind: Any) -> Iterator[Any]:
-    """All objects of a kind, subclasses included."""
-    return _of(kind, itertools.chain((reference() for reference in _frozen), gc.get_objects()))
+    """All objects of a kind of these, or of a subclass."""
+    return _of(kind, _all_objects())
+
+
+def has_step() -> bool:
+    """Whether the program has made a Step, which answers."""
+    return _STEPS in sys.modules and any(live(sys.modules[_STEPS].Training))
 
 
 class _IsKind(Dict[type, bool]):

@@ -23,7 +23,7 @@ from rebatch.fit.error import FitError
 from rebatch.fit.program import copies, sized
 from rebatch.fit.program.batches import Growth, Transfers, is_batch
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
-from rebatch.fit.program.live import live, states_of, weights_of
+from rebatch.fit.program.live import has_step, live, states_of, weights_of
 from rebatch.fit.rows import Search, answer_and_exit, answer_of, rooms_of
 from rebatch.fit.search import Line, Sizes
 from rebatch.fit.tried import UNLIMITED, GoOn, Request, Tried
@@ -126,7 +126,7 @@ class Watch:
             self._try.calls(module, given)
         elif _trains(module):
             if self._scout:
-                self._scout.says(0 if _has_step() else self._returned)
+                self._scout.says(0 if has_step() else self._returned)
             self._begin(_common_size(given), module)
 
     def returns(self, loader: _Batches) -> None:
@@ -161,7 +161,7 @@ class Watch:
     def _begin(self, samples: int, root: Optional[torch.nn.Module] = None) -> None:
         """Answer; or in a copy go on with the program."""
         asked = os.environ.pop("REBATCH_FIT", "")
-        if not asked or _has_step():
+        if not asked or has_step():
             self._is_over = True
             if asked:
                 os.environ["REBATCH_FIT"] = asked
@@ -270,12 +270,6 @@ def _raise(error: FitError) -> NoReturn:
 
 def _trains(module: torch.nn.Module) -> bool:
     return any(p.requires_grad and p.is_cuda for p in module.parameters())
-
-
-def _has_step() -> bool:
-    """Whether the program has made a Step, which answers."""
-    module = sys.modules.get("rebatch.torch.core.training")
-    return module is not None and any(live(module.Training))
 
 
 def _bytes_of(batch: Any) -> int:
