@@ -1,6 +1,8 @@
 """Backward: the gradients of a batch without an update, which is the program's."""
 
 import gc
+import re
+import types
 import warnings
 import weakref
 
@@ -558,3 +560,87 @@ def test_mistakes_in_a_list_of_batches():
         backward(batch, batches=[batch])
     backward(batches=[batch])
     assert backward.report.samples == 16
+
+
+# ---- a loop that divides what is returned ----
+
+
+CONFIG = types.SimpleNamespace(training={"parts": 4})
+
+
+def divides(backward, batch, parts):
+    loss = backward(batch) / 4
+    return loss
+
+
+def divides_by_an_attribute(backward, batch, parts):
+    loss = backward(batch) / CONFIG.training["parts"]
+    return loss
+
+
+def divides_then(backward, batch, parts):
+    loss = backward(batch)
+    loss = loss / parts
+    return loss
+
+
+def divides_in_place(backward, batch, parts):
+    loss = backward(batch)
+    loss /= parts
+    return loss
+
+
+def logs_its_share(backward, batch, parts):
+    total = 0.0
+    total += backward(batch) / parts
+    return total
+
+
+def logs_a_number(backward, batch, parts):
+    loss = backward(batch).item() / parts
+    return loss
+
+
+def keeps_both(backward, batch, parts):
+    loss = backward(batch)
+    mean = loss / parts
+    return loss, mean
+
+
+def calls_more(backward, batch, parts):
+    loss = min(backward(batch), 4) / parts
+    return loss
+
+
+DIVIDED = "divides the loss of backward\\(batch\\), which has gone backward undivided"
+
+
+def told_of(loop, clear=None):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    backward = rebatch.Backward(model, lambda m, s: m(s).square().mean())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(6):
+            if clear is not None:
+                model.zero_grad(set_to_none=clear)
+            loop(backward, torch.ones(8, 4), 4)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("loop", (divides, divides_by_an_attribute, divides_then, divides_in_place))
+def test_a_loss_that_is_divided_where_gradients_accumulate_is_told_once(loop):
+    (text,) = told_of(loop)
+    assert re.search(DIVIDED, text) and "batches=[...]" in text
+    line = loop.__code__.co_firstlineno + (2 if loop in (divides_then, divides_in_place) else 1)
+    assert text.startswith(f"rebatch: {__file__}:{line} ")
+
+
+@pytest.mark.parametrize("loop", (logs_its_share, logs_a_number, keeps_both, calls_more))
+def test_a_loss_that_is_divided_for_a_log_is_not_told(loop):
+    assert told_of(loop) == []
+
+
+@pytest.mark.parametrize("set_to_none", (True, False))
+def test_a_loss_that_is_divided_where_none_accumulate_is_not_told(set_to_none):
+    assert told_of(divides, set_to_none) == []

@@ -33,6 +33,7 @@ from rebatch.torch.core.whole_loss import evaluated
 from rebatch.torch.program.left_backward import explain_left_backward
 from rebatch.torch.program.mistakes import (
     check_loss_fn,
+    divided_at,
     no_loss_fn,
     refuse_backward,
     refuse_fields,
@@ -247,7 +248,9 @@ class Backward:
             batch = Batches.of(batches)
         refuse_left(self._training)
         if not self._training.report.samples:  # the first batch
-            refuse_backward(sys._getframe(1), self._training.program.update.is_of_program)
+            update, caller = self._training.program.update, sys._getframe(1)
+            refuse_backward(caller, update.is_of_program)
+            update.divided_at = divided_at(caller) if update.is_of_program else ""
             explain_left_backward()
         return self._training.run(batch)
 

@@ -98,20 +98,57 @@ def refuse_backward(caller: types.FrameType, is_of_program: bool) -> None:
             names = []
 
 
+def divided_at(caller: types.FrameType) -> str:
+    """The line in which a program that calls one divides its loss by a number or a variable, and
+    keeps that as the loss, as a loop that accumulates gradients does; or nothing."""
+    code = [it for it in dis.get_instructions(caller.f_code) if it.offset > caller.f_lasti]
+    words = [(kind, name, it) for it in code[:12] for kind, name in _words(it)]
+    loss = None
+    if words[0][0] == "STORE" and [("LOAD", words[0][1])] == [word[:2] for word in words[1:2]]:
+        loss, words = words[0][1], words[2:]  # in the next statement
+    depth = 0  # of the stack above the loss
+    for (kind, _, it), (next_kind, next_name, _) in zip(words, words[1:]):
+        if kind == "/" and depth == 1:
+            is_kept = next_kind == "STORE" and loss in (None, next_name)
+            return _line_of(caller, it.offset) if is_kept else ""
+        depth += {"LOAD": 1, "[]": -1}.get(kind, 0)
+        if depth < 1 or kind not in ("LOAD", "[]", "."):
+            break
+    return ""
+
+
+def _words(it: dis.Instruction) -> List[Tuple[str, Any]]:
+    """What it does, in words for the operations of a plain expression."""
+    if "ATTR" in it.opname or "METHOD" in it.opname:
+        return [(".", it.argval)]
+    if it.opname.endswith("_TRUE_DIVIDE") or (it.opname, it.argrepr) in _DIVISIONS:
+        return [("/", None)]
+    if it.opname == "BINARY_SUBSCR" or (it.opname, it.argrepr) == ("BINARY_OP", "[]"):
+        return [("[]", None)]
+    return _variables(it) or [(it.opname, None)]
+
+
+_DIVISIONS = (("BINARY_OP", "/"), ("BINARY_OP", "/="))
+
+
 def _variables(it: dis.Instruction) -> List[Tuple[str, Any]]:
     """("LOAD" or "STORE", name) of each in an instruction."""
     names = it.argval if isinstance(it.argval, tuple) else (it.argval,)
     return list(zip(_NAMES.findall(it.opname), names))
 
 
-def _refuse_line(caller: types.FrameType, offset: int, is_of_program: bool) -> NoReturn:
+def _line_of(caller: types.FrameType, offset: int) -> str:
     code = caller.f_code
     line = max(line for at, line in dis.findlinestarts(code) if at <= offset and line)
+    return f"{code.co_filename}:{line}"
+
+
+def _refuse_line(caller: types.FrameType, offset: int, is_of_program: bool) -> NoReturn:
     name, more = (
         ("Backward", "") if is_of_program else ("Step", ", optimizer.step() and zero_grad()")
     )
     raise ValueError(
-        f"rebatch: {code.co_filename}:{line} calls backward() on the loss of "
+        f"rebatch: {_line_of(caller, offset)} calls backward() on the loss of "
         f"{name.lower()}(batch), and a {name} has done that: expected the loop without this "
         f"line{more}"
     )

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import operator
+import warnings
 import weakref
 from typing import (
     Any,
@@ -24,7 +25,9 @@ from typing import (
 
 import torch
 
+from rebatch._user_code import user_stacklevel
 from rebatch.torch.undo.contents import is_same_dict
+from rebatch.torch.undo.copies import own_part
 from rebatch.torch.undo.module_tree import unique
 from rebatch.torch.update.double_updates import warn_of_accumulation
 from rebatch.torch.update.first_memory import (
@@ -120,6 +123,7 @@ class Passes:
     is_of_program = True
     wants_norm = False  # of the gradients of a model of fully_shard()
     reads_gradients = False  # whether apply() reads on the host what it computes from them
+    divided_at = ""  # the line in which the program divides what a batch returns
     scaler_option = "backward=scaler"  # what a program writes for a loss that is scaled
 
     def __init__(
@@ -165,7 +169,7 @@ class Passes:
         self.may_keep_graph = self.scales is None and backward is not None
         self.functions = [backward] if self.may_keep_graph else []  # of the program
         self._backward: Callable[[torch.Tensor], Any] = backward or torch.Tensor.backward
-        self._has_told_accumulation = False
+        self._has_told_accumulation, self._looks_divided = False, 3
 
     # ---- what an attempt changes ----
 
@@ -289,10 +293,29 @@ class Passes:
 
     def note_earlier(self) -> None:
         """A batch begins, and there are gradients."""
+        if self.divided_at:
+            self._tell_divided()
         self._find_unstepped()
         stepped, self._stepped = self._stepped, []
         for reference, first in stepped:
             first.warn_if_kept(reference())
+
+    def _tell_divided(self) -> None:
+        """Unless they are zeros, gradients accumulate. Waits for the GPU, in a few batches."""
+        gradients = [own_part(p.grad) for p in self.parameters if p.grad is not None]
+        is_sure = any(bool(gradient.any()) for gradient in gradients)
+        self._looks_divided -= 1
+        line = self.divided_at
+        if is_sure or not self._looks_divided:
+            self.divided_at = ""
+        if is_sure:
+            warnings.warn(
+                f"rebatch: {line} divides the loss of backward(batch), which has gone backward "
+                "undivided, so the gradients of several batches are their sum, unless loss_fn "
+                "divides too: expected it to divide, or backward(batches=[...]) for their mean",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def known_optimizers(self) -> List[Any]:
         """Those that were given, or found."""
