@@ -1,6 +1,7 @@
 /* Owns the list of what is compared, where each item is, and copies of their values.
  * Must not know why they were made. */
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "check/check.h"
@@ -70,8 +71,14 @@ rebatch_status rbi_items_add_names(struct rbi_items *items)
                                 .number = watched[i].number,
                                 .is_compared = true};
         struct rbi_text t = {item.name, sizeof item.name, 0};
+        const void *block;
+        char what[96];
         rbi_text_add(&t, "%s", watched[i].name);
+        (void)snprintf(what, sizeof what, "what is watched as \"%s\"", item.name);
         status = rbi_items_add(items, &item);
+        if (!status && !item.where)
+            status = rbi_pool_find_block(&block, rebatch_get_pool(items->rb), item.pointer,
+                                         item.bytes, what);
     }
     return status;
 }

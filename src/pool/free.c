@@ -197,3 +197,33 @@ rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool *pool, const
     rbi_pool_give_lock(pool);
     return status;
 }
+
+rebatch_status rbi_pool_find_block(const void **out, rebatch_pool *pool, const void *address,
+                                   size_t bytes, const char *what)
+{
+    rbi_lock_take(&pool->lock);
+    const struct rbi_block *const block = rbi_block_around(&pool->heap, address);
+    const bool is_in_use = block && block->state == RBI_BLOCK_LIVE;
+    const size_t left =
+        is_in_use ? block->bytes - ((uintptr_t)address - (uintptr_t)block->address) : 0;
+    *out = is_in_use ? block->address : NULL;
+    rbi_pool_give_lock(pool);
+    if (block && !is_in_use)
+        return rbi_error(REBATCH_E_INVALID,
+                         "%s is %p, which has been freed already: expected memory in use", what,
+                         address);
+    if (block && bytes > left)
+        return rbi_error(REBATCH_E_INVALID,
+                         "%s is %p with %zu bytes: expected at most %zu, to the end of its block",
+                         what, address, bytes, left);
+    return REBATCH_OK;
+}
+
+bool rbi_pool_is_in_use(rebatch_pool *pool, const void *block)
+{
+    rbi_lock_take(&pool->lock);
+    const struct rbi_block *const found = rbi_table_find(&pool->heap.table, block);
+    const bool is_in_use = found && found->state == RBI_BLOCK_LIVE;
+    rbi_pool_give_lock(pool);
+    return is_in_use;
+}

@@ -31,6 +31,12 @@ bool rbi_pool_may_wait(const rebatch_pool *pool);
 /* The size of a block for `bytes`; 0 for 0. */
 rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
 
+/* The beginning of the block that has a range; NULL: it is not in the pool's memory. `what` is its
+ * name. REBATCH_E_INVALID where the block is freed, or ends within the range. */
+rebatch_status rbi_pool_find_block(const void **out, rebatch_pool *pool, const void *address,
+                                   size_t bytes, const char *what);
+bool rbi_pool_is_in_use(rebatch_pool *pool, const void *block);
+
 /* ---- threads ---- */
 
 /* What this thread does is of the pool's scopes, as if their own thread did it; until it joins

@@ -172,6 +172,20 @@ void rbi_guards_unwatch_pressure(rebatch *rb)
 
 /* ---- saving and restoring ---- */
 
+/* A block that the program has freed may be another's by now. */
+static rebatch_status check_in_use(rebatch *rb)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *const guard = &rb->guards[i];
+        if (guard->block && !rbi_pool_is_in_use(rb->pool, guard->block))
+            return rbi_error(REBATCH_E_STATE,
+                             "what is guarded at %p has been freed: expected it to stay until "
+                             "rebatch_close()",
+                             guard->state);
+    }
+    return REBATCH_OK;
+}
+
 /* Pressure of another thread waits until all copies are made, and is waited for. */
 static rebatch_status copy_all(rebatch *rb, rebatch_guard_point point, bool restores)
 {
@@ -248,7 +262,9 @@ static rebatch_status call_restores(rebatch *rb, rebatch_guard_point point)
 
 rebatch_status rbi_guards_save(rebatch *rb, rebatch_guard_point point)
 {
-    const rebatch_status status = call_saves(rb, point);
+    rebatch_status status = point == REBATCH_GUARD_STEP ? check_in_use(rb) : REBATCH_OK;
+    if (!status)
+        status = call_saves(rb, point);
     return status ? status : copy_all(rb, point, false);
 }
 
@@ -329,6 +345,24 @@ static rebatch_status make_copy(rebatch *rb, void **out, size_t bytes, rebatch_g
                 : rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard %zu bytes", bytes);
 }
 
+static bool is_gpu(const rebatch_device *device)
+{
+    int ordinal;
+    return device->ops->ordinal && device->ops->ordinal(device->self, &ordinal) == REBATCH_OK;
+}
+
+static rebatch_status find_block(const void **out, rebatch *rb, const void *state, size_t bytes,
+                                 rebatch_guard_kind kind)
+{
+    const rebatch_status status = rbi_pool_find_block(out, rb->pool, state, bytes, "state");
+    if (status || !*out || kind == REBATCH_GUARD_DEVICE || !is_gpu(rb->device))
+        return status;
+    return rbi_error(REBATCH_E_INVALID,
+                     "kind is REBATCH_GUARD_HOST, and state is %p, which is memory of the pool: "
+                     "expected REBATCH_GUARD_DEVICE",
+                     state);
+}
+
 static rebatch_status guard_state(rebatch *rb, void *state, size_t bytes, rebatch_guard_kind kind,
                                   bool is_sums)
 {
@@ -344,14 +378,16 @@ static rebatch_status guard_state(rebatch *rb, void *state, size_t bytes, rebatc
         return rbi_error(REBATCH_E_UNSUPPORTED,
                          "device memory of device %s cannot be guarded: it cannot be copied",
                          rb->device->name);
+    struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
     rebatch_status status = rbi_session_check_idle(rb, "rebatch_guard");
+    if (!status)
+        status = find_block(&guard.block, rb, state, bytes, kind);
     if (status)
         return status;
     struct rbi_guard *const guards = with_place(rb->guards, rb->guard_count, sizeof *guards);
     if (!guards)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard %zu bytes", bytes);
     rb->guards = guards;
-    struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
     status = make_copy(rb, &guard.at_step, bytes, kind);
     if (is_sums)
         guard.at_attempt = guard.at_step;

@@ -86,6 +86,7 @@ struct rbi_guard {
     void *at_attempt;      /* copy from before the callback that runs; of sums: at_step */
     void *before_callback; /* of host state: copy from before lighten or resize */
     void *before_pressure; /* of host state: copy from before a pressure callback */
+    const void *block;     /* of the pool, that has it; NULL: it is other memory */
 };
 
 /* What lighten or resize changes, and what pressure changes, which may come within them. */

@@ -425,3 +425,22 @@ Test(check_step, what_a_stream_changes_in_host_memory_is_waited_for)
     rebatch_stream_destroy(t.device, t.stream);
     rebatch_device_close(t.device);
 }
+
+Test(check_step, what_is_watched_and_freed_is_told)
+{
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    struct trainer t;
+    rebatch_check_report report;
+    void *freed;
+    size_t released;
+    trainer_open(&t, NONE, NULL);
+    rebatch_pool *const pool = rebatch_get_pool(t.run.rb);
+    OK(rebatch_pool_alloc(&freed, pool, MIB(4), NULL, 0));
+    OK(rebatch_watch(t.run.rb, "old", freed, MIB(4), REBATCH_GUARD_DEVICE, REBATCH_F32));
+    OK(rebatch_pool_free(pool, freed));
+    OK(rebatch_pool_trim(pool, 0, &released));
+    FAILS(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_INVALID,
+          "what is watched as \"old\" is");
+    SAYS("which has been freed already: expected memory in use");
+    trainer_close(&t);
+}

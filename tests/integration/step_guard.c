@@ -423,3 +423,49 @@ Test(step_guard, a_device_guard_without_room_is_an_oom_and_leaves_nothing)
     cr_assert_eq(rig_live_bytes(&rig), live_bytes);
     OK(rig_step(&rig, 4));
 }
+
+/* ---- state in memory of the pool ---- */
+
+static char *take_block(const struct rig *rig, size_t bytes)
+{
+    void *block;
+    OK(rebatch_pool_alloc(&block, rebatch_get_pool(rig->rb), bytes, rig->script.stream, 0));
+    memset(block, 7, bytes);
+    return block;
+}
+
+Test(step_guard, a_range_that_is_no_part_of_a_block_in_use_is_refused)
+{
+    OPEN(rig, rig, MIB(64), NULL);
+    static char other[4096];
+    char *const block = take_block(&rig, 4096);
+    for (int kind = REBATCH_GUARD_HOST; kind <= REBATCH_GUARD_DEVICE; kind++) {
+        FAILS(rebatch_guard(rig.rb, block, 4097, kind), REBATCH_E_INVALID,
+              "with 4097 bytes: expected at most 4096, to the end of its block");
+        FAILS(rebatch_guard_sums(rig.rb, block + 4000, 97, kind), REBATCH_E_INVALID,
+              "with 97 bytes: expected at most 96, to the end of its block");
+        OK(rebatch_guard(rig.rb, block + 4000, 96, kind));
+        OK(rebatch_guard(rig.rb, other, sizeof other, kind));
+    }
+    OK(rig_step(&rig, 4));
+    char *const freed = take_block(&rig, 4096);
+    OK(rebatch_pool_free(rebatch_get_pool(rig.rb), freed));
+    FAILS(rebatch_guard(rig.rb, freed, 4096, REBATCH_GUARD_DEVICE), REBATCH_E_INVALID,
+          "which has been freed already: expected memory in use");
+}
+
+/* Or the next OOM would put the state back into what is another's by then. */
+Test(step_guard, state_that_the_program_has_freed_ends_the_step)
+{
+    OPEN(rig, rig, MIB(64), NULL);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    char *const block = take_block(&rig, MIB(4));
+    size_t released;
+    OK(rebatch_guard(rig.rb, block + 512, 100, REBATCH_GUARD_DEVICE));
+    OK(rig_step(&rig, 4));
+    OK(rebatch_pool_free(pool, block));
+    OK(rebatch_pool_trim(pool, 0, &released));
+    for (int i = 0; i < 2; i++)
+        FAILS(rig_step(&rig, 4), REBATCH_E_STATE,
+              "has been freed: expected it to stay until rebatch_close()");
+}

@@ -1,6 +1,7 @@
 /* Owns the tests of which pointers guards know: those in what is guarded, and none beside it.
  * Must not know what is done about them. */
 #include <criterion/criterion.h>
+#include <string.h>
 
 #include "rebatch/rebatch.h"
 #include "recover/recover.h"
@@ -70,6 +71,34 @@ Test(recover_guard, after_a_step_the_pool_tells_the_session_of_no_pressure)
         cr_expect_eq(rbi_residents_enter(rebatch_get_pool(rb), 0), 0,
                      "what is resident now is no session's");
     }
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
+static rebatch_status first_gpu(void *self, int *ordinal)
+{
+    (void)self;
+    *ordinal = 0;
+    return REBATCH_OK;
+}
+
+/* Which memcpy() cannot read; a host device's can be read. */
+Test(recover_guard, memory_of_a_gpu_is_not_guarded_as_host_memory)
+{
+    rebatch_device *device;
+    rebatch *rb;
+    void *memory;
+    cr_assert_eq(rebatch_device_open_host(&device, (size_t)1 << 20, NULL), REBATCH_OK);
+    struct rbi_device_ops ops = *device->ops;
+    ops.ordinal = first_gpu;
+    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&memory, rebatch_get_pool(rb), 100, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(rb, memory, 100, REBATCH_GUARD_HOST), REBATCH_OK);
+    device->ops = &ops;
+    cr_assert_eq(rebatch_guard(rb, memory, 100, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "expected REBATCH_GUARD_DEVICE"), "%s",
+              rebatch_last_error());
+    cr_assert_eq(rebatch_guard(rb, memory, 100, REBATCH_GUARD_DEVICE), REBATCH_OK);
     rebatch_close(rb);
     rebatch_device_close(device);
 }
