@@ -2,6 +2,7 @@
 result that depends on the cut, is silent for one that does not, and leaves everything as it was."""
 
 import contextlib
+import itertools
 import random
 import re
 import threading
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import rebatch.torch as rebatch
 from rebatch._library import EventKind
 from rebatch.testing import fail_once
+from rebatch.torch.check import first_results
 from models import Unseen, fails_above, same_bits, state_of
 
 SAMPLES, CLASSES, TOKENS = 32, 5, 12
@@ -308,6 +310,18 @@ def test_few_samples_run_once_behind_the_first_batch_that_is_cut():
     assert lengths[:] == [8, 8, 8, 8, 8, 2, 1, 1, 4, 2, 2, 4, 2, 2]
     assert warned(lambda: step.evaluate(batch)) == []
     assert lengths[14:] == [8, 8, 8, 8]
+
+
+def test_a_function_that_takes_long_is_compared_behind_several_batches(monkeypatch):
+    monkeypatch.setattr(first_results.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(first_results, "_SECONDS", 1.5)
+    lengths, batch = Unseen(), images()
+    step = evaluator(net(), counting(mean, lengths))
+    for _ in range(4):
+        step.evaluate(batch)
+    eights = [8] * 4
+    compared = [2, 1, 1], [4, 2, 2], [4, 2, 2], []
+    assert lengths[:] == [n for each in compared for n in (*eights, *each)]
 
 
 def test_a_difference_is_told_once_and_in_words_of_the_sums():

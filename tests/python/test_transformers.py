@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import warnings
 
 import numpy
@@ -784,3 +785,79 @@ def test_logits_for_pairs_of_samples_are_refused(tmp_path):
 def test_an_evaluation_that_does_not_fit_at_all_says_so(tmp_path):
     with pytest.raises(rebatch.torch.Exhausted):
         evaluate(tmp_path, fails_above(seeded(gpt), 0, "forward"), RebatchTrainer)
+
+
+class Weighted(transformers.Trainer):
+    """Class weights: no mean over the samples."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: t for name, t in inputs.items() if name != "labels"})
+        weight = torch.tensor([1.0, 5.0, 20.0])
+        loss = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Summed(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True)
+        loss = loss * len(inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class OverSamples(transformers.Trainer):
+    """Predictions that follow one another."""
+
+    def prediction_step(self, *arguments, **keywords):
+        loss, logits, labels = super().prediction_step(*arguments, **keywords)
+        return loss, None if logits is None else logits.softmax(0), labels
+
+
+@pytest.mark.parametrize(
+    "plain, make, data, told",
+    (
+        (transformers.Trainer, bert, classes, None),
+        (transformers.Trainer, gpt, sentences, None),
+        (PlainOwnLoss, gpt, sentences, None),
+        (Weighted, bert, classes, "the loss of samples .* compute_loss depends on the cut"),
+        (Summed, bert, classes, "the loss of samples .* compute_loss depends on the cut"),
+        (OverSamples, bert, classes, r"predictions\[0\] of samples .* of its own sample alone"),
+    ),
+)
+def test_what_depends_on_the_cut_of_an_evaluation_alone_is_named_once(
+    tmp_path, plain, make, data, told
+):
+    kind = type("Mine", (RebatchMixin, plain), {})
+    model = fails_above(seeded(make), 4, "forward")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        evaluate(tmp_path, model, kind, data())
+    texts = [str(w.message) for w in caught if issubclass(w.category, rebatch.torch.CutWarning)]
+    assert len(texts) == (told is not None)
+    assert not told or re.search(f"^rebatch: evaluate\\(\\): {told}", texts[0]), texts
+
+
+def test_rows_that_belong_together_stay_so_in_an_evaluation(tmp_path):
+    """Of pairs of neighbours: neither are they cut apart nor compared so."""
+    sizes = []
+
+    class Pairs(transformers.Trainer):
+        def prediction_step(self, model, inputs, *_arguments, **_keywords):
+            x = inputs["input_ids"].float()
+            sizes.append(len(x))
+            if len(x) > 4:
+                out_of_memory(None)
+            return (x[::2] - x[1::2]).square().mean(), None, None
+
+    trainer = type("Mine", (RebatchMixin, Pairs), {})(
+        seeded(gpt),
+        transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        rebatch={"log_level": "quiet", "micro_multiple_of": 2},
+    )
+    inputs = {"input_ids": torch.stack([d["input_ids"] for d in classes()[:6]])}
+    x = inputs["input_ids"].float()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss, _, _ = trainer.prediction_step(trainer.model, inputs, True)
+    assert not [w for w in caught if issubclass(w.category, rebatch.torch.CutWarning)]
+    assert sizes[:3] in ([6, 4, 2], [6, 2, 2]) and not any(size % 2 for size in sizes)
+    torch.testing.assert_close(loss, (x[::2] - x[1::2]).square().mean())

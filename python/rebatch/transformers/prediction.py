@@ -8,11 +8,66 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import torch
 
 from rebatch.torch.batches.cut import Cut
-from rebatch.torch.batches.join import join_results
+from rebatch.torch.batches.join import Joiner, join_results
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
+from rebatch.torch.check.cut_comparison import Subject
+from rebatch.torch.check.first_results import FirstResults
+from rebatch.torch.program.program import Program, Running
 from rebatch.torch.trainers.evaluation_parts import Parts
+from rebatch.torch.undo.changes_outside import Told
+from rebatch.torch.undo.generators import Generators, cuda_devices_of
+from rebatch.torch.undo.undo import Undo
+from rebatch.torch.update.passes import Passes
 from rebatch.transformers.training import TrainingStep
 from rebatch.transformers.weigher import weighted
+
+
+_OF_PREDICTION = Subject("evaluate()", "the result", "predictions", "an entry for each sample")
+
+
+class _Predicted(Program):
+    """prediction_step of a few samples and of parts of these, in the place of a loss_fn."""
+
+    trainer: Any = None
+    weigher: Any = None
+
+    def compares(self, batch: Any) -> None:
+        """num_items_in_batch is that of all of them."""
+        self.few, self.items = batch, list[Any]()
+
+    def loss_of(self, samples: Any) -> Tuple[Any, Any]:
+        """The part of these samples in the loss, and logits and labels."""
+        with _items_of_batch(self.trainer, self.few, self.items):
+            loss, *others = self.loss_fn(self.model, samples)
+        if loss is None:
+            return torch.zeros((), device=self.device), others
+        samples_of_all, items = self.cut.length(self.few), self.items[0] if self.items else None
+        if not self.weigher.divides(self.model, self.few, samples_of_all, items):
+            count = self.cut.length(samples)
+            loss = weighted(loss, self.weigher.weight(self.few, samples_of_all, samples, count))
+        return loss, others
+
+    def kept(self, beside: Any) -> Any:
+        """All of it."""
+        return beside
+
+    def results_of(self, whole: Any, parts: List[Any], count: int) -> Tuple[Any, Any]:
+        """Joined as those of a batch. Nothing, where their padding is another one."""
+        counts, found = [count, count], []
+        for one, *members in zip(whole, *parts):
+            if one is not None:
+                padded = [one, *_padded(counts, list(members))]
+                joiner = Joiner([*counts, 2 * count], None)
+                found.append((one, joiner.join(padded[1:], [*padded[1:], padded[0]], "")))
+        alike = [(a, b) for a, b in found if _widths(a) == _widths(b)]
+        return [a for a, _ in alike], [b for _, b in alike]
+
+
+def _widths(value: Any) -> Any:
+    """The sizes of tensors but for the samples'."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape[1:])
+    return [_widths(part) for part in value] if isinstance(value, (tuple, list)) else None
 
 
 class PredictionStep:
@@ -21,6 +76,7 @@ class PredictionStep:
     def __init__(self, trainer: Any, plain: Callable[..., Any], training: TrainingStep, cut: Cut):
         self._trainer, self._plain, self._training = trainer, plain, training
         self._cut, self._parts = cut, Parts(cut, training.options, training.ran_out)
+        self._results = FirstResults(), FirstResults()  # without logits, and with them
 
     def __call__(
         self, model: Any, inputs: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]
@@ -40,9 +96,61 @@ class PredictionStep:
         if len(results) == 1:
             whole = results[0][1]
             return whole
+        predicted = self._combined(model, inputs, run, results, items)
+        first = self._results[predicted[1] is not None]
+        has_told = any(each.has_told for each in self._results)
+        if not (first.is_done or has_told or self._cut.has_slice):
+            self._compare(first, model, inputs, arguments, keywords)
+        return predicted
+
+    def _combined(
+        self,
+        model: Any,
+        inputs: Any,
+        run: Callable[..., Any],
+        results: List[tuple[Any, ...]],
+        items: List[Any],
+    ) -> Tuple[Any, Any, Any]:
         losses = [(count, result[0]) for count, result in results]
         loss = self._loss(model, inputs, losses, items[0] if items else None)
         return (loss, *(self._joined(run, inputs, results, member) for member in (1, 2)))
+
+    def _compare(
+        self,
+        first: FirstResults,
+        model: Any,
+        inputs: Any,
+        arguments: tuple[Any, ...],
+        keywords: Dict[str, Any],
+    ) -> None:
+        """They were cut: whether the result depends on that."""
+
+        def run(samples: Any) -> Any:
+            return self._plain(model, samples, *arguments, **keywords)
+
+        undo = Undo([("model", model)], copies_first=False)
+        program = _Predicted(
+            model,
+            lambda _model, samples: run(samples),
+            Passes([model]),
+            self._cut,
+            normalizer=lambda _inputs: 1,  # losses are weighted
+            loss_name="compute_loss",
+            functions=[self._trainer.compute_loss],
+            owners=[self._trainer],
+            options=self._parts.options,
+        )
+        program.trainer, program.weigher = self._trainer, self._training.weigher
+        told = Told(program.functions_of_an_attempt, undo.handled, lambda: "compute_loss")
+        running = Running(program, undo, told)
+        running.begin(inputs)
+        running.weigh()
+        running.generators = Generators(cuda_devices_of([*model.parameters()]))
+        undo.begin(inputs)
+        try:
+            first.compare(running, _OF_PREDICTION, self._parts.report.micro)
+        finally:
+            undo.end()
 
     def _loss(self, model: Any, inputs: Any, losses: List[tuple[Any, ...]], items: Any) -> Any:
         if losses[0][1] is None:

@@ -306,6 +306,11 @@ class Cut:
         self._usual = ""  # where lists may be read in several ways, by those of the batches before
         self._possible: List[str] = []  # readings of the batch, where its lists have several
 
+    @property
+    def has_slice(self) -> bool:
+        """Whether a function of the program cuts."""
+        return self._slice is not None
+
     def length(self, batch: Any) -> int:
         """The number of samples.
 

@@ -30,7 +30,7 @@ from rebatch.torch.batches.switched_off import (
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
 from rebatch.torch.check.results import Leaf, Seen, leaves_of
-from rebatch.torch.check.rounding import floors
+from rebatch.torch.check.rounding import are_exact, floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
 from rebatch.torch.private import tree_map_only
@@ -463,6 +463,7 @@ class Comparison:
             self._spans = [(self._first, 2 * self.half)]
         elif self.program.normalizer:
             weight = self.program.normalizer(self._batch)
+        self.program.compares(self._batch)
         # What a scalar of loss_fn is multiplied by, at most.
         self._unit = self._samples / (2 * self.half) / float(weight) if weight is not None else 1.0
         self._is_sum = weight is not None
@@ -616,7 +617,8 @@ class Results:
         if math.isfinite(f.whole) != math.isfinite(f.parts):
             return self._explained(_of_losses(f), f.whole, f.parts)
         scale = max(f.added_norms, f.whole_norm)
-        floor = of_losses if scale else of_gradients  # where nothing but the loss tells
+        is_exact = are_exact(comparison.is_16_bit, comparison.program.device)
+        floor = of_losses if scale or is_exact else of_gradients  # where the loss alone tells
         floor *= max(abs(f.whole), abs(f.parts), _TELLING)
         is_other_loss = abs(f.whole - f.parts) - comparison.rounding > floor
         is_finite = math.isfinite(scale) and math.isfinite(f.whole)

@@ -3,6 +3,7 @@ cut the first batch: a result that depends on the cut is a warning."""
 
 from __future__ import annotations
 
+import time
 from typing import Optional, Set, Tuple
 
 from rebatch._library import GuardPoint
@@ -29,6 +30,8 @@ _LOOKS = 3
 _SOME = 64
 # Batches in which none may be.
 _MOST_LOOKS = 4
+# Behind one batch no round begins after so long: the next batch that is cut goes on.
+_SECONDS = 2.0
 
 
 class FirstResults:
@@ -37,8 +40,10 @@ class FirstResults:
     Where a sum or a mean is 0 at both cuts, of some more."""
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.is_done = self.has_told = False
         self._failures = self._looks = 0  # batches
+        self._rounds = list(ROUNDS)  # that are left
+        self._zeros: Optional[Set[str]] = None  # in all rounds so far
 
     def compare(self, running: Running, subject: Subject, micro: int) -> None:
         """A batch has run in parts of `micro` samples. Warns."""
@@ -70,20 +75,24 @@ class FirstResults:
             tell(running, 0, micro, text, subject.where)
 
     def _compare(self, running: Running, subject: Subject, micro: int, unit: int) -> None:
-        most = min(micro, running.samples) // (2 * unit)
-        rounds = [(kind, min(units, most) or 1) for kind, units in ROUNDS]
-        zeros: Optional[Set[str]] = None
-        while rounds:
-            results, text = _looked(running, subject, micro, unit, *rounds.pop(0))
+        began, most = time.perf_counter(), min(micro, running.samples) // (2 * unit)
+        while self._rounds and time.perf_counter() - began < _SECONDS:
+            kind, units = self._rounds[0]
+            units = min(units, most) or 1
+            results, text = _looked(running, subject, micro, unit, kind, units)
+            del self._rounds[0]
             if text:
-                self.is_done = True
+                self.is_done = self.has_told = True
                 results.comparison.tell(text)
                 return
-            zeros = results.zeros if zeros is None else zeros & results.zeros
-            if zeros and not rounds and results.comparison.half < min(most, _SOME // 2) * unit:
-                rounds = [("some", min(most, _SOME // 2))]
-        self._looks += 1
-        self.is_done = not zeros or self._looks == _MOST_LOOKS
+            self._zeros = results.zeros if self._zeros is None else self._zeros & results.zeros
+            is_more = kind == ROUNDS[-1][0] and units < min(most, _SOME // 2)
+            if self._zeros and (is_more or kind == "some"):
+                self._rounds = [("some", _SOME // 2)]
+                self._looks += kind == "some"
+                if kind == "some":
+                    break  # the next batch has others
+        self.is_done = not self._rounds or self._looks == _MOST_LOOKS
 
 
 def _looked(
@@ -95,7 +104,7 @@ def _looked(
         comparison = Comparison.of(running, 0, micro, unit, units, kind, look)
         comparison.subject = subject
         comparison.run(True, FixedDraws, False)
-        assert comparison.figures is not None  # all passes have run
+        assert comparison.figures is not None
         results = Results(comparison, comparison.figures)
         text = results.judged()
         if not text and not (found and place in results.zeros):

@@ -160,6 +160,9 @@ class Program:
         finally:
             attempt.runs = was_running
 
+    def compares(self, batch: Any) -> None:
+        """What runs next are a few samples, and parts of them, at two cuts."""
+
     def kept(self, beside: Any) -> Any:
         """Of what is beside a loss, what is compared at two cuts: nothing of an adapter's."""
         return kept(beside) if self.functions is None else None

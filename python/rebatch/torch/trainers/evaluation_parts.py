@@ -12,8 +12,8 @@ from rebatch.torch.session.report import MapReport
 from rebatch.torch.session.session import Session, session_options
 from rebatch.torch.undo.generators import Generators
 
-# Options of a Step that count for an evaluation too; its sizes are those of training.
-_OPTIONS = ("log_level", "log_file", "log_format")
+# Options of a Step that count for an evaluation too; its other sizes are those of training.
+_OPTIONS = ("micro_multiple_of", "log_level", "log_file", "log_format")
 
 
 class Parts:
@@ -23,7 +23,7 @@ class Parts:
 
     def __init__(self, cut: Cuts, options: Dict[str, Any], ran_out: Callable[[], None]):
         self._cut, self._ran_out = cut, ran_out
-        self._options = {name: options[name] for name in _OPTIONS if name in options}
+        self.options = {name: options[name] for name in _OPTIONS if name in options}
         self._session: Optional[Session] = None
         self.report = MapReport()
 
@@ -38,7 +38,7 @@ class Parts:
             return [(1, function(batch))]
         if self._session is None or self._session.device != device:
             devices = [device] if device.type == "cuda" else []
-            options = session_options(**self._options)
+            options = session_options(**self.options)
             self._session = Session(device, options, guards=[Generators(devices)])
         results, self.report, status = run_map(
             self._session, function, batch, samples, key, self._cut, self._ran_out
