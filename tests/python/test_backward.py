@@ -47,6 +47,33 @@ def test_backward_adds_to_the_gradients_that_are_there():
     assert same_bits(state, state_of(model))
 
 
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+@pytest.mark.parametrize("largest", (16, 4))  # samples that fit
+@pytest.mark.parametrize("where", ("forward", "backward"))
+def test_backward_adds_in_the_tensors_that_are_there(largest, where, gradients):
+    """As autograd does: gradients may be views of one buffer, or be held by others."""
+    model, batch, loss_fn = make("mlp")
+    parameters = list(model.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters))
+    views = buffer.split([p.numel() for p in parameters])
+    for p, view in zip(parameters, views):
+        p.grad = view.view_as(p)
+    held = [p.grad for p in parameters]
+    run = fails_above(loss_fn, largest, where)
+    backward = rebatch.Backward(model, run, gradients=gradients, log_level="quiet", growth=False)
+    torch.manual_seed(1)
+    for _ in range(2):
+        backward(batch)
+    assert all(p.grad is gradient for p, gradient in zip(parameters, held))
+    expected, _, _ = make("mlp")
+    micro = rebatch.Backward(expected, loss_fn, micro_start=largest, gradients=gradients)
+    torch.manual_seed(1)
+    for _ in range(2):
+        micro(batch)
+    flat = torch.cat([p.grad.flatten() for p in expected.parameters()])
+    assert same_bits(flat, buffer) and bool(buffer.any())
+
+
 @pytest.mark.parametrize("micro", (16, 4))
 @pytest.mark.parametrize("way", ("Backward", "Step"))
 def test_gradients_that_the_program_clears_are_free(way, micro):

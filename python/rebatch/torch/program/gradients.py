@@ -62,7 +62,8 @@ class Accumulators:
     None.
 
     Gradients of before the batch that keep_earlier() names are added to the sums when these are
-    exposed. Until then they stay as they are."""
+    exposed. Until the batch has succeeded they stay as they are; then they get the sums, so that
+    .grad has the tensors that it had, as autograd leaves it: they may be views of one buffer."""
 
     norm: Optional[torch.Tensor] = None  # of all gradients, where it is known
     may_have_graph = True  # gradients, of a backward pass of the program's own
@@ -102,6 +103,8 @@ class Accumulators:
     def end_batch(self) -> None:
         """After a batch that succeeded. The sums are the program's now: what it clears from .grad
         is free, but of a batch with keeps_sums."""
+        if self._earlier:
+            self._give_back_earlier()
         self._earlier = []
         if self._makes_sums and self._sums:
             self._summed = {key for key, _ in self._dense_sums()}
@@ -178,14 +181,32 @@ class Accumulators:
 
     def _add_earlier(self, is_added_to: bool) -> None:
         places = {id(p): i for i, p in enumerate(self._parameters)}
+        dense, added = [], []
         for p, earlier in self._earlier:
             i = places.get(id(p))
             if i is None or not self._has_sum[i]:
                 p.grad = earlier.clone() if is_added_to else earlier
-            elif _is_dense(self._sums[i]):
-                self._sums[i].add_(earlier)
+            elif _is_dense(self._sums[i]) and _is_dense(earlier):
+                dense.append(self._sums[i])
+                added.append(earlier)
             else:
                 self._sums[i] = self._sums[i] + earlier
+        if dense:
+            foreach_add_(dense, added)
+
+    def _give_back_earlier(self) -> None:
+        """Allocates nothing. A gradient with a graph is another tensor, as in autograd."""
+        found, totals = [], []
+        for p, earlier in self._earlier:
+            total = p.grad
+            if total is None or total is earlier or total.requires_grad or earlier.requires_grad:
+                continue
+            if _is_dense(earlier) and _is_dense(total) and total.dtype is earlier.dtype:
+                found.append(earlier)
+                totals.append(total)
+                p.grad = earlier
+        if found:
+            foreach_copy_(found, totals)
 
     def given(self) -> List[torch.nn.Parameter]:
         """Those that have got a gradient in this batch."""
@@ -281,6 +302,9 @@ class Accumulators:
 
 class SharedAccumulators(Accumulators, abc.ABC):
     """Those of one rank among several, which sum what each has accumulated."""
+
+    def _give_back_earlier(self) -> None:
+        """.grad has views of what is summed."""
 
     @abc.abstractmethod
     def begin_step(self) -> None:
