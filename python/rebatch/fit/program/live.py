@@ -16,8 +16,9 @@ _objects = gc.get_objects
 
 
 def _all_objects(generation: Optional[int] = None) -> List[Any]:
-    there = (reference() for reference in _frozen)
-    return [*(each for each in there if each is not None), *_objects(generation)]
+    found = _objects(generation)  # before another list is there, which would be among them
+    found += [each for reference in _frozen if (each := reference()) is not None]
+    return found
 
 
 def freeze() -> None:
