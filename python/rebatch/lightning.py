@@ -13,20 +13,25 @@ import contextlib
 import functools
 import inspect
 import sys
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torchmetrics import Metric
 
 from rebatch.torch.batches.cut import cut_of
-from rebatch.torch.batches.join import join_results
+from rebatch.torch.batches.join import join_results, joined_both
+from rebatch.torch.batches.outputs import Mean, Sum
+from rebatch.torch.check.cut_comparison import Subject
+from rebatch.torch.check.first_results import FirstResults
 from rebatch.torch.graphs.inputs import NotCapturedError
+from rebatch.torch.program.program import Program
 from rebatch.torch.session.report import Report, numbers_of_trainer
 from rebatch.torch.trainers.backward import TrainerBackward
 from rebatch.torch.trainers.captured import Unread
 from rebatch.torch.trainers.evaluation_parts import Parts
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.trainers.whole_batches import CutOrWhole
+from rebatch.torch.update.passes import Passes
 
 try:
     from lightning.pytorch import Callback
@@ -389,6 +394,39 @@ class _TrainingStep:
             self._parts += self._records.parts(self.backward.is_captured)
 
 
+_ADVICE = (
+    "self.log() averages over the samples: expected a mean over them, or reduce_fx='sum'; a score, "
+    "or a mean over tokens or a mask, as a Metric of torchmetrics"
+)
+_ROWS = "an entry for each sample"
+
+
+class _Evaluated(Program):
+    """A step of an evaluation with a few samples, in the place of a loss_fn: what it logs, or what
+    predict_step returns, is beside a loss of 0."""
+
+    records: Any = None
+    logs = True  # else it returns what counts
+
+    def loss_of(self, samples: Any) -> Tuple[Any, Any]:
+        """Leaves nothing in the records."""
+        with self.records.aside(), self.records.replacing_log():
+            self.records.begin(0, self.cut.length(samples))
+            result = self.loss_fn(self.model, samples)
+            numbers = self.records.numbers()
+        return torch.zeros((), device=self.device), numbers if self.logs else result
+
+    def kept(self, beside: Any) -> Any:
+        """All of it."""
+        return beside
+
+    def results_of(self, whole: Any, parts: List[Any], count: int) -> Tuple[Any, Any]:
+        """Combined as those of a batch."""
+        if self.logs:
+            return super().results_of(whole, parts, count)
+        return joined_both(whole, parts, count)
+
+
 class _Evaluation:
     """Takes the place of what a Trainer runs for a batch without training."""
 
@@ -397,6 +435,7 @@ class _Evaluation:
         self._cut = cut_of(dict(options))
         self._parts, self.length = Parts(self, options, ran_out), self._cut.length
         self._records: Any = None
+        self._results = {name: FirstResults() for name in _OF_EVALUATION}
 
     def attach(self) -> None:
         for key, name in enumerate(_OF_EVALUATION, 1):
@@ -422,12 +461,34 @@ class _Evaluation:
             with self._records.replacing_log():
                 results = self._parts(self._strategy.root_device, run, batch, key)
             self._records.log_all()
+            self._module._current_fx_name = self._hook
+            is_cut = len(results) > 1
+            if name == "predict_step" and is_cut:
+                result = join_results(results, other=lambda: self._one(run, batch))
+            else:
+                result = _result_of(results)
+            if is_cut and not (self._results[name].is_done or self._cut.has_slice):
+                self._compare(name, run, batch)
         finally:
             self._records.clear()
             self._module._current_fx_name = self._hook
-        if name == "predict_step" and len(results) > 1:
-            return join_results(results, other=lambda: self._one(run, batch))
-        return _result_of(results)
+        return result
+
+    def _compare(self, name: str, run: Callable[[Any], Any], batch: Any) -> None:
+        """It was cut: whether the result depends on that."""
+        program = _Evaluated(
+            self._module,
+            lambda _module, samples: run(samples),
+            Passes([self._module]),
+            self._cut,
+            loss_name=name,
+            functions=[getattr(self._module, name)],
+            options=self._parts.options,
+        )
+        program.records, program.logs = self._records, name != "predict_step"
+        what = "what is logged" if program.logs else "the result"
+        subject = Subject(name, "the result", what, _ROWS, False, _ADVICE)
+        self._parts.compare(batch, self._results[name], subject, program)
 
     def part(self, batch: Any, first: int, count: int, samples: int) -> Any:
         """Begins a part: as a Cut's, for Parts."""
@@ -526,6 +587,16 @@ class _Records:
         call = dict(self._signature.bind(*arguments, **keywords).arguments)
         call["value"] = _detached(call["value"])
         self._current.logged[self._module._current_fx_name, call["name"]] = call
+
+    def numbers(self) -> Dict[str, Any]:
+        """What the current micro-batch has logged to be averaged or summed."""
+        kinds: Dict[str, Any] = {"mean": Mean, "sum": Sum}
+        return {
+            name: kinds[reduction](call["value"])
+            for (_, name), call in self._current.logged.items()
+            if (reduction := _reduction(call.get("reduce_fx", "mean"))) in kinds
+            and _is_number(call["value"])
+        }
 
     def log_all(self) -> None:
         """One call of self.log() for those of the micro-batches."""

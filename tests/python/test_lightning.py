@@ -1,6 +1,7 @@
 """rebatch.lightning.Rebatch: training is that of a plain Trainer, and survives OOMs."""
 
 import logging
+import re
 import warnings
 
 import pytest
@@ -686,3 +687,43 @@ def test_an_evaluation_that_does_not_fit_at_all_leaves_the_metrics_as_they_were(
     with pytest.raises(rebatch.torch.Exhausted):
         evaluator(quiet()).validate(module, uneven(), verbose=False)
     assert module.error.total == 0 and "log" not in vars(module)
+
+
+def wrong_by(name):
+    """A module whose step logs, or returns, what follows the cut."""
+
+    class Wrong(Evaluated):
+        def validation_step(self, batch, batch_idx):
+            x, y = batch
+            error = (self._evaluate_alone(batch) - y).square()
+            values = {"sum": error.sum(), "root": error.mean().sqrt(), "mean": error.mean()}
+            self.log("value", values.get(name, error.mean()))
+            self.log("count", float(len(x)), reduce_fx="sum")
+
+        def predict_step(self, batch):
+            rows = super().predict_step(batch)
+            return rows - rows.mean(0) if name == "rows" else rows
+
+    torch.manual_seed(0)
+    return Wrong(5)
+
+
+@pytest.mark.parametrize(
+    "name, call, expected",
+    (
+        ("mean", "validate", ""),
+        ("sum", "validate", r"validation_step: what is logged\['value'\] of .* reduce_fx='sum'"),
+        ("root", "validate", r"validation_step: what is logged\['value'\] of .* a Metric of"),
+        ("mean", "predict", ""),
+        ("rows", "predict", "predict_step: the result of samples .* of its own sample alone"),
+    ),
+)
+def test_what_depends_on_the_cut_of_an_evaluation_is_named_once(name, call, expected):
+    module = wrong_by(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keywords = {"verbose": False} if call == "validate" else {}
+        getattr(evaluator(quiet()), call)(module, uneven(), **keywords)
+    texts = [str(w.message) for w in caught if issubclass(w.category, rebatch.torch.CutWarning)]
+    assert len(texts) == bool(expected)
+    assert not expected or re.search(f"^rebatch: {expected}", texts[0]), texts

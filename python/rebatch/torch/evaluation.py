@@ -12,7 +12,7 @@ import torch
 from rebatch._user_code import user_stacklevel
 from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.cut import Cut
-from rebatch.torch.batches.join import Joiner, join_results
+from rebatch.torch.batches.join import join_results, joined_both
 from rebatch.torch.batches.run_map import run_map
 from rebatch.torch.batches.switched_off import BATCH_NORM, training_modules
 from rebatch.torch.check.cut_comparison import Subject
@@ -105,9 +105,8 @@ class _Mapped(Program):
         return beside
 
     def results_of(self, whole: Any, parts: List[Any], count: int) -> Tuple[Any, Any]:
-        """As a map joins them, by dimensions of which all three tell."""
-        alone, joiner = Joiner([2 * count], self.dim), Joiner([count, count, 2 * count], self.dim)
-        return alone.join([whole], [whole], ""), joiner.join(parts, [*parts, whole], "")
+        """As a map joins them."""
+        return joined_both(whole, parts, count, self.dim)
 
 
 _OF_MAP = Subject("map()", "the result", "the result", "an entry for each sample", has_loss=False)

@@ -12,11 +12,8 @@ from rebatch.torch.batches.join import Joiner, join_results
 from rebatch.torch.batches.join_on_host import joined_where_it_fits
 from rebatch.torch.check.cut_comparison import Subject
 from rebatch.torch.check.first_results import FirstResults
-from rebatch.torch.program.program import Program, Running
+from rebatch.torch.program.program import Program
 from rebatch.torch.trainers.evaluation_parts import Parts
-from rebatch.torch.undo.changes_outside import Told
-from rebatch.torch.undo.generators import Generators, cuda_devices_of
-from rebatch.torch.undo.undo import Undo
 from rebatch.torch.update.passes import Passes
 from rebatch.transformers.training import TrainingStep
 from rebatch.transformers.weigher import weighted
@@ -128,7 +125,6 @@ class PredictionStep:
         def run(samples: Any) -> Any:
             return self._plain(model, samples, *arguments, **keywords)
 
-        undo = Undo([("model", model)], copies_first=False)
         program = _Predicted(
             model,
             lambda _model, samples: run(samples),
@@ -141,16 +137,7 @@ class PredictionStep:
             options=self._parts.options,
         )
         program.trainer, program.weigher = self._trainer, self._training.weigher
-        told = Told(program.functions_of_an_attempt, undo.handled, lambda: "compute_loss")
-        running = Running(program, undo, told)
-        running.begin(inputs)
-        running.weigh()
-        running.generators = Generators(cuda_devices_of([*model.parameters()]))
-        undo.begin(inputs)
-        try:
-            first.compare(running, _OF_PREDICTION, self._parts.report.micro)
-        finally:
-            undo.end()
+        self._parts.compare(inputs, first, _OF_PREDICTION, program)
 
     def _loss(self, model: Any, inputs: Any, losses: List[tuple[Any, ...]], items: Any) -> Any:
         if losses[0][1] is None:

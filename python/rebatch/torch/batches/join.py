@@ -35,6 +35,15 @@ def join_results(
     return joined_where_it_fits(lambda: _join(counts, results, dim, other), results)
 
 
+def joined_both(
+    whole: Any, parts: List[Any], count: int, dim: Optional[int] = None
+) -> Tuple[Any, Any]:
+    """A result for 2 * `count` samples, and those of its halves as one, by dimensions of which all
+    three tell."""
+    alone, joiner = Joiner([2 * count], dim), Joiner([count, count, 2 * count], dim)
+    return alone.join([whole], [whole], ""), joiner.join(parts, [*parts, whole], "")
+
+
 def _join(
     counts: List[int], results: List[Any], dim: Optional[int], other: Optional[Callable[[], _Part]]
 ) -> Any:

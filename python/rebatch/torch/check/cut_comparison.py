@@ -29,7 +29,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.results import Leaf, Seen, leaves_of
+from rebatch.torch.check.results import ADVICE, Leaf, Seen, leaves_of
 from rebatch.torch.check.rounding import are_exact, floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
@@ -75,6 +75,7 @@ class Subject(NamedTuple):
     beside: str  # the results that are beside a loss
     rows: str  # what is expected of such that have no entry for each sample
     has_loss: bool = True
+    advice: str = ADVICE  # of sums and means
 
 
 _ROWS = "an entry for each sample, rebatch.Sum(value) or rebatch.Mean(value)"
@@ -598,7 +599,7 @@ class Results:
         if comparison.has_drawn_elsewhere or is_told:
             return ""
         why = comparison.sequences.found()
-        seen = Seen(subject.beside, comparison.names, comparison.half, subject.rows)
+        seen = Seen(subject.beside, comparison.names, comparison.half, subject.rows, subject.advice)
         for leaf in comparison.leaves:
             own, figures = figures[: len(leaf.figures)], figures[len(leaf.figures) :]
             text = leaf.judged(own, floor, seen)

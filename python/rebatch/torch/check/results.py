@@ -26,6 +26,7 @@ class Seen(NamedTuple):
     samples: str
     half: int  # samples of a micro-batch
     rows: str  # what is expected of what has no entry for each sample
+    advice: str  # of sums and means
 
 
 @dataclasses.dataclass
@@ -53,7 +54,7 @@ class Leaf:
         if difference <= floor * scale:  # or one is no number
             return ""
         if self.kind in ("Mean", "Sum"):
-            return f"{name} is {whole:.4g} {cuts.format(f'{parts:.4g}')}, {depends}: {_ADVICE}"
+            return f"{name} is {whole:.4g} {cuts.format(f'{parts:.4g}')}, {depends}: {seen.advice}"
         return (
             f"{name} differs by {difference / scale:.1%} between one micro-batch and micro-batches "
             f"of {seen.half}, {depends}: what is computed of a sample follows the others, by their "
@@ -65,7 +66,7 @@ class Leaf:
         return self.kind in ("Mean", "Sum") and not any(figures)
 
 
-_ADVICE = (
+ADVICE = (
     "expected a mean over the samples in a rebatch.Mean, and a sum over them in a rebatch.Sum; "
     "what is neither, such as a score, a perplexity, or a mean over tokens or a mask, is made of "
     "sums: return each of these as a rebatch.Sum"

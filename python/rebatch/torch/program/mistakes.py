@@ -121,7 +121,7 @@ def _words(it: dis.Instruction) -> List[Tuple[str, Any]]:
     """What it does, in words for the operations of a plain expression."""
     if "ATTR" in it.opname or "METHOD" in it.opname:
         return [(".", it.argval)]
-    if it.opname.endswith("_TRUE_DIVIDE") or (it.opname, it.argrepr) in _DIVISIONS:
+    if "TRUE_DIVIDE" in it.opname or (it.opname, it.argrepr) in _DIVISIONS:
         return [("/", None)]
     if it.opname == "BINARY_SUBSCR" or (it.opname, it.argrepr) == ("BINARY_OP", "[]"):
         return [("[]", None)]

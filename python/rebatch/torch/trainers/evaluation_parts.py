@@ -8,9 +8,14 @@ import torch
 
 from rebatch.torch.batches.cut import Cuts
 from rebatch.torch.batches.run_map import run_map
+from rebatch.torch.check.cut_comparison import Subject
+from rebatch.torch.check.first_results import FirstResults
+from rebatch.torch.program.program import Program, Running
 from rebatch.torch.session.report import MapReport
 from rebatch.torch.session.session import Session, session_options
-from rebatch.torch.undo.generators import Generators
+from rebatch.torch.undo.changes_outside import Told
+from rebatch.torch.undo.generators import Generators, cuda_devices_of
+from rebatch.torch.undo.undo import Undo
 
 # Options of a Step that count for an evaluation too; its other sizes are those of training.
 _OPTIONS = ("micro_multiple_of", "log_level", "log_file", "log_format")
@@ -45,6 +50,21 @@ class Parts:
         )
         self._session.raise_failure(status)
         return results
+
+    def compare(self, batch: Any, first: FirstResults, subject: Subject, program: Program) -> None:
+        """The batch was cut: whether what `program` returns of it depends on that."""
+        model = program.modules[0]
+        undo = Undo([("model", model)], copies_first=False)
+        told = Told(program.functions_of_an_attempt, undo.handled, lambda: program.loss_name)
+        running = Running(program, undo, told)
+        running.begin(batch)
+        running.weigh()
+        running.generators = Generators(cuda_devices_of([*model.parameters()]))
+        undo.begin(batch)
+        try:
+            first.compare(running, subject, self.report.micro)
+        finally:
+            undo.end()
 
     def one(self, function: Callable[[Any], Any], batch: Any) -> Tuple[int, Any]:
         """The result for one sample, which tells dimensions apart."""
