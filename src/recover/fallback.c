@@ -160,13 +160,23 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
 
 /* ---- saying it ---- */
 
+/* Whether it would fit but for what the micro-batches before it have left. That counts as available
+ * where the whole batch was taken back. */
+static bool is_left_too_much(const struct rbi_failure *failure)
+{
+    const uint64_t left = failure->phase == REBATCH_PHASE_BACKWARD ? 0 : failure->left_bytes;
+    const uint64_t beyond = failure->need_bytes - rbi_min(failure->need_bytes, left);
+    return failure->left_bytes && beyond <= failure->available_bytes;
+}
+
 static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
     const uint32_t refused = rb->run.report.ooms_in[REBATCH_PHASE_ADMISSION];
     const struct rbi_failure *const failure = &rb->run.ooms.failure;
-    if (failure->left_bytes && failure->need_bytes <= failure->available_bytes) {
-        rbi_text_add(t, "; the micro-batches before it in the step had left ");
+    if (is_left_too_much(failure) && !rbi_leak_is_likely(rb)) {
+        rbi_text_add(t, "; the micro-batches before it in the %s had left ",
+                     rb->run.samples_callback == RBI_MAP ? "map" : "step");
         rbi_text_add_bytes(t, failure->left_bytes);
         rbi_text_add(t, " allocated: free what is not needed");
     } else if (rb->run.ooms.wasted >= rb->options.max_attempts) {

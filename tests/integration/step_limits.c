@@ -20,6 +20,15 @@ static rebatch_status leaves(const rebatch_microbatch *mb, void *user)
                                                                                      : REBATCH_OK;
 }
 
+static rebatch_status leaves_before_it_declares(const rebatch_microbatch *mb, void *user)
+{
+    void *memory;
+    if (rebatch_pool_alloc(&memory, mb->pool, mb->count * KIB(64), mb->stream, 0))
+        return REBATCH_OOM;
+    rebatch_mutating((rebatch *)user);
+    return REBATCH_OK;
+}
+
 static rebatch_status does_nothing(void *user)
 {
     rebatch_mutating((rebatch *)user);
@@ -39,6 +48,13 @@ Test(step_limits, micro_batches_that_free_nothing_are_named)
     ops.flags = REBATCH_DECLARES_MUTATION;
     FAILS(rebatch_step(rb, &ops, 32, rb, NULL), REBATCH_E_EXHAUSTED,
           "the micro-batches before it in the step had left 1.00 MiB allocated: free what");
+    ops.forward_backward = leaves_before_it_declares;
+    FAILS(rebatch_step(rb, &ops, 32, rb, NULL), REBATCH_E_EXHAUSTED,
+          "the micro-batches before it in the step had left 1.00 MiB allocated: free what");
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = leaves_before_it_declares;
+    FAILS(rebatch_map(rb, &map, 32, rb, NULL), REBATCH_E_EXHAUSTED,
+          "the micro-batches before it in the map had left 1.00 MiB allocated: free what");
     rebatch_close(rb);
     rebatch_device_close(device);
 }
