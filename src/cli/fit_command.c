@@ -60,7 +60,19 @@ int rbi_fit_main(int count, char **arguments)
 {
     if (count > 0 && rbi_command_is_help(arguments[0]))
         return rbi_fit_help(0, NULL);
-    static char module[] = "-m", package[] = "rebatch.fit";
+    static char
+        code[] = "-c",
+        start[] =
+            "import importlib.util, runpy, sys\n"
+            "try:\n"
+            "    found = importlib.util.find_spec('rebatch.fit')\n"
+            "except ModuleNotFoundError:\n"
+            "    found = None\n"
+            "if not found:\n"
+            "    sys.exit('rebatch: ' + sys.executable + ' has no package rebatch, which does a "
+            "fit: '\n"
+            "             'expected it there by pip install, or a Python that has it as PROGRAM')\n"
+            "runpy.run_module('rebatch.fit', run_name='__main__', alter_sys=True)\n";
     char *python = python_of(count, arguments);
     char **words = calloc((size_t)count + 4, sizeof *words);
     if (!words) {
@@ -68,8 +80,8 @@ int rbi_fit_main(int count, char **arguments)
         return RBI_EXIT_FAILED;
     }
     words[0] = python;
-    words[1] = module;
-    words[2] = package;
+    words[1] = code;
+    words[2] = start;
     memcpy(words + 3, arguments, (size_t)count * sizeof *words);
     (void)execvp(python, words);
     const int error = errno;
