@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from rebatch.torch.batches.cut import cut_of
 from rebatch.torch.batches.join import join_results, joined_both
 from rebatch.torch.batches.outputs import Mean, Sum
+from rebatch.torch.batches.kinds import are_same
 from rebatch.torch.check.cut_comparison import Subject
 from rebatch.torch.check.first_results import FirstResults
 from rebatch.torch.graphs.inputs import NotCapturedError
@@ -31,6 +32,7 @@ from rebatch.torch.trainers.captured import Unread
 from rebatch.torch.trainers.evaluation_parts import Parts
 from rebatch.torch.trainers.update import TrainerUpdate
 from rebatch.torch.trainers.whole_batches import CutOrWhole
+from rebatch.torch.undo.looks import mark_of
 from rebatch.torch.update.passes import Passes
 
 try:
@@ -552,8 +554,8 @@ class _Records:
     def _put_metrics(self, states: List[dict[Any, Any]]) -> None:
         """In the same tensors, so that nobody takes what an attempt has not used for changed."""
         for metric, state in zip(self._metrics, states):
-            for value, version, copy in state.values():
-                if _version_of(value) == version:
+            for value, mark, copy in state.values():
+                if _is_as_it_was(value, mark, copy):
                     continue
                 if isinstance(value, list):
                     value[:] = copy
@@ -670,20 +672,20 @@ class _ReplacedLog:
 
 
 def _states_of(metric: Metric) -> Dict[str, tuple[Any, ...]]:
-    """What a Metric has, the versions of that, and copies of what it changes: its tensors in place,
-    its lists by appending."""
+    """What a Metric has, what changes with that, and copies of what it changes: its tensors in
+    place, its lists by appending."""
     states = {}
     for name, value in vars(metric).items():
         copy = value.detach().clone() if isinstance(value, torch.Tensor) else value
         copy = list(copy) if isinstance(copy, list) else copy
-        states[name] = value, _version_of(value), copy
+        states[name] = value, mark_of(value) if isinstance(value, torch.Tensor) else None, copy
     return states
 
 
-def _version_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None if value.is_inference() else value._version
-    return len(value) if isinstance(value, list) else None
+def _is_as_it_was(value: Any, mark: Any, copy: Any) -> bool:
+    if isinstance(value, torch.Tensor):  # of inference mode it has no version
+        return are_same(value, copy) if value.is_inference() else mark_of(value) == mark
+    return not isinstance(value, list) or len(value) == len(copy)
 
 
 def _detached(value: Any) -> Any:

@@ -727,3 +727,24 @@ def test_what_depends_on_the_cut_of_an_evaluation_is_named_once(name, call, expe
     texts = [str(w.message) for w in caught if issubclass(w.category, rebatch.torch.CutWarning)]
     assert len(texts) == bool(expected)
     assert not expected or re.search(f"^rebatch: {expected}", texts[0]), texts
+
+
+def test_a_metric_that_was_reset_in_inference_mode_counts_no_failed_attempt():
+    """Its tensors have no version then."""
+
+    class Counting(Evaluated):
+        def validation_step(self, batch, batch_idx):
+            predicted = self.net(batch[0])
+            self.error.update(predicted, batch[1])
+            if len(batch[0]) > self.largest:
+                out_of_memory(None)
+
+        def on_validation_epoch_end(self):
+            found.append((int(self.error.total), float(self.error.compute())))
+            self.error.reset()
+
+    module, trainer, found = Counting(), evaluator(quiet()), []
+    for module.largest in (SAMPLES, 5, 5):
+        trainer.validate(module, uneven(), verbose=False)
+    assert module.error.total.is_inference()
+    assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
