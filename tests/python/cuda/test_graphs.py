@@ -177,30 +177,27 @@ def test_a_pass_that_is_recomputed_in_a_capture_moves_generators_as_an_eager_one
 
 
 RESERVED = """
-import gc
 from torch import nn
 from rebatch.torch import Step
-def highest(graphs):
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    blocks = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    model, x = nn.Sequential(*blocks).cuda(), torch.ones(1024, 1024, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    loss_fn = lambda model, samples: model(samples[0]).square().mean()
-    options = dict(micro_start=256, growth=False, log_level="quiet")
-    step = Step(model, optimizer, loss_fn, graphs=graphs, **options)
-    for _ in range(14):
-        step((x,))
-    replayed = step.report.replayed
-    del model, x, optimizer, step
-    gc.collect()
-    return replayed, torch.cuda.max_memory_reserved()
-highest(False)  # loads what libraries keep
-(_, eager), (replayed, graphs) = highest(False), highest(True)
-print(replayed, graphs <= 1.05 * eager or (graphs, eager))
+blocks = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+model, x = nn.Sequential(*blocks).cuda(), torch.ones(1024, 1024, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+loss_fn = lambda model, samples: model(samples[0]).square().mean()
+options = dict(micro_start=256, growth=False, log_level="quiet")
+step = Step(model, optimizer, loss_fn, graphs=graphs, **options)
+for _ in range(14):
+    step((x,))
+print(step.report.replayed, torch.cuda.max_memory_reserved())
 """
 
 
 @pytest.mark.parametrize("install", ["", "rebatch.install()\n"], ids=["native", "installed"])
 def test_graphs_need_no_more_memory_than_passes_without_them(install):
-    assert said(run(install + RESERVED)).split() == ["4", "True"]
+    """Each in a process of its own: what a second training reserves depends on the first. As on a
+    GPU, work is done late, else the pool's choice between equal places is by chance."""
+    lines = [
+        said(run(f"{install}graphs = {graphs}{RESERVED}", STANDIN_LATE="1"))
+        for graphs in (True, False)
+    ]
+    (replayed, graphs), (_, eager) = (map(int, line.split()) for line in lines)
+    assert replayed == 4 and graphs <= 1.05 * eager
