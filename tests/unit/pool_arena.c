@@ -49,20 +49,6 @@ static rebatch_arena_stats arena_stats(rebatch_arena *arena)
     return stats;
 }
 
-static void assert_filled(const void *block, size_t bytes, int value)
-{
-    const unsigned char *at = block;
-    for (size_t i = 0; i < bytes; i++)
-        cr_assert_eq(at[i], value);
-}
-
-static void assert_oom(rebatch_pool *pool, size_t bytes)
-{
-    void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, pool, bytes, NULL, 0), REBATCH_OOM);
-    assert_valid(pool);
-}
-
 static size_t available(rebatch_pool *pool)
 {
     size_t bytes;
@@ -76,13 +62,6 @@ static size_t would_fit(rebatch_pool *pool)
     rebatch_oom_report oom;
     cr_assert_eq(rebatch_pool_last_oom(&oom, pool), REBATCH_OK);
     return (size_t)oom.would_fit_bytes;
-}
-
-static size_t used_of(rebatch_device *device)
-{
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
-    return info.used_bytes;
 }
 
 /* Inputs, activations, gradients: the second are free at the end. */

@@ -50,14 +50,33 @@ static inline void assert_valid(rebatch_pool *pool)
     cr_assert(rbi_pool_is_valid(pool), "%s", rebatch_last_error());
 }
 
+static inline void assert_filled(const void *block, size_t bytes, int value)
+{
+    const unsigned char *at = block;
+    for (size_t i = 0; i < bytes; i++)
+        cr_assert_eq(at[i], value);
+}
+
+static inline void assert_oom(rebatch_pool *pool, size_t bytes)
+{
+    void *block;
+    cr_assert_eq(rebatch_pool_alloc(&block, pool, bytes, NULL, 0), REBATCH_OOM);
+    assert_valid(pool);
+}
+
+static inline size_t used_of(rebatch_device *device)
+{
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
+    return info.used_bytes;
+}
+
 /* Closes both and makes sure that the device got everything back. */
 static inline void rig_close(struct rig *rig)
 {
     assert_valid(rig->pool);
     rebatch_pool_destroy(rig->pool);
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(rig->device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
+    cr_assert_eq(used_of(rig->device), 0);
     rebatch_device_close(rig->device);
 }
 

@@ -29,27 +29,6 @@ static void *take_filled(rebatch_pool *pool, size_t bytes, int value)
     return block;
 }
 
-static void assert_filled(const void *block, size_t bytes, int value)
-{
-    const unsigned char *at = block;
-    for (size_t i = 0; i < bytes; i++)
-        cr_assert_eq(at[i], value);
-}
-
-static void assert_oom(rebatch_pool *pool, size_t bytes)
-{
-    void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, pool, bytes, NULL, 0), REBATCH_OOM);
-    assert_valid(pool);
-}
-
-static size_t used_of(rebatch_device *device)
-{
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
-    return info.used_bytes;
-}
-
 Test(pool_overflow, host_memory_serves_what_must_not_fail)
 {
     AUTO_RIG rig = open_beside(8, 100, NULL);
