@@ -154,7 +154,6 @@ class Map:
             "return the value with the result",
             modules=lambda: self._undo.tree.modules,
         )
-        self._results = _results_of(model)
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
@@ -180,7 +179,8 @@ class Map:
 
     def _compare(self, inputs: Any) -> None:
         """They were cut: whether the result depends on that."""
-        if self._results.is_done:
+        results = _results_of(self.model)
+        if results.is_done:
             return
         modules = [module for _, module in used_by(self.model, torch.nn.Module)]
         function: Any = self.model  # of samples alone
@@ -190,7 +190,7 @@ class Map:
         running.begin(inputs)
         devices = [program.device] if program.device.type == "cuda" else []
         running.generators = Generators(devices)
-        self._results.compare(running, _OF_MAP, self.report.micro)
+        results.compare(running, _OF_MAP, self.report.micro)
 
     def _warn_of_batch_norm(self) -> None:
         """The inputs were cut: of modules that normalize by those of a micro-batch, once each."""
