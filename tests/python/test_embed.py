@@ -492,6 +492,63 @@ WRONG = {
 }
 
 
+def left_in_the_model(model):
+    model.balance = model.left[0].weight.square().mean()
+
+
+def left_in_a_dict_of_the_model(model):
+    model.left_by = {"balance": [model.left[0].weight.square().mean()]}
+
+
+def left_in_a_list(model):
+    LEFT[:] = [model.left[0].weight.square().mean()]
+
+
+LEFT = []
+WAYS_OUT = {
+    left_in_the_model: lambda model: model.balance,
+    left_in_a_dict_of_the_model: lambda model: model.left_by["balance"][0],
+    left_in_a_list: lambda model: LEFT[0],
+}
+
+
+@pytest.mark.parametrize("from_batch", (0, 2))
+@pytest.mark.parametrize("leave", WAYS_OUT)
+def test_what_embed_has_made_and_not_returned_is_refused_in_a_loss(leave, from_batch):
+    """Else a loss that balances experts would train until the first OOM, and end or be another."""
+    number = [0]
+
+    def leaving(model, samples):
+        leave(model)
+        return embed(model, samples)
+
+    def loss_fn(model, embeddings, batch):
+        number[0] += 1
+        left = WAYS_OUT[leave](model) if number[0] > from_batch else 0.0
+        return clip(model, embeddings, batch) + left
+
+    backward = backward_of(Pair().double(), leaving, loss_fn)
+    for _ in range(from_batch):
+        backward(batch_of())
+    with pytest.raises(ValueError, match="that embed has made and not returned"):
+        backward(batch_of())
+
+
+def test_a_loss_that_changes_rows_in_place_or_uses_a_row_of_another_is_none_of_these():
+    def both(model, samples):
+        left, right = embed(model, samples)
+        return left, right, left * 2
+
+    def loss_fn(model, rows, batch):
+        rows[0].mul_(0.5)
+        return clip(model, rows[:2], batch) + rows[2].mean() + model.left[0].weight.square().mean()
+
+    backward = backward_of(Pair().double(), both, loss_fn)
+    for _ in range(2):
+        backward(batch_of())
+    assert backward.report.microbatches == 1
+
+
 @pytest.mark.parametrize("size", (24, 10))
 @pytest.mark.parametrize("text", WRONG)
 def test_a_mistake_is_one_sentence(text, size):

@@ -53,6 +53,9 @@ from torch._C import (
     DisableTorchFunctionSubclass as base_functions,
 )
 from torch._C._autograd import (
+    _get_sequence_nr as next_node_number,
+)
+from torch._C._autograd import (
     _profiler_enabled as is_profiling,
 )
 from torch.cuda._utils import _get_device_index as get_device_index
@@ -103,6 +106,7 @@ __all__ = [
     "is_cudnn_enabled",
     "is_cudnn_tuned",
     "is_profiling",
+    "next_node_number",
     "parametrize",
     "set_group_timeout",
     "storage_address",
@@ -276,6 +280,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # Class: its attributes, in every version.
 ATTRIBUTES: Dict[str, Tuple[str, ...]] = {
     "torch.nn.Module": (*MODULE_TABLES, "_compiled_call_impl"),
+    "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.Tensor": ("_version", *HOOKS_OF_TENSORS, "_indices", "_values"),
     "torch._ops.OpOverload": ("_schema",),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),

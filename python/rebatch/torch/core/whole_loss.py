@@ -16,12 +16,14 @@ from rebatch.torch.allocator import install as allocator
 from rebatch.torch.batches.cut import shallow
 from rebatch.torch.batches.outputs import kept, split_result
 from rebatch.torch.check.two_passes import TwoPasses
+from rebatch.torch.private import next_node_number
 from rebatch.torch.program.embeddings import (
     AsResult,
     Embedded,
     joined_rows,
     may_have_gradient,
     refuse_no_gradient,
+    refuse_other_ways,
 )
 from rebatch.torch.program.program import Program, Running
 from rebatch.torch.session.oom import is_oom, let_go
@@ -31,6 +33,7 @@ from rebatch.torch.undo.generators import States
 if TYPE_CHECKING:
     from rebatch.torch.ranks.gathering import Gathering  # needs a PyTorch with torch.distributed
 
+_LOOKS = 3
 Span = Tuple[int, int]  # samples: the first one, and how many
 # Tensors with a graph, and their gradients.
 Rows = Tuple[List[torch.Tensor], List[torch.Tensor]]
@@ -49,6 +52,7 @@ class WholeLoss:
         self._running, self.gathering, self._put_back = running, gathering, put_back
         self.passes = passes
         self._is_used = False  # what embed returned, in a loss, as far as is known
+        self._looks_left = _LOOKS  # at what else of embed a loss uses
         self.begin()
 
     def begin(self) -> None:
@@ -78,6 +82,10 @@ class WholeLoss:
         self._spans: List[Span] = []  # of the first pass
         self._left: List[Span] = []  # of these, for the second pass
         self._draws = False  # the first pass has
+        self._nodes = (
+            0,
+            0,
+        )  # of autograd, of a whole batch's embed: the first, and behind the last
         self._hooks: List[Any] = []  # of a whole batch that shows whether its rows are used
         self._states: List[States] = []  # of generators: when the batch began, embedded, and ended
 
@@ -110,9 +118,12 @@ class WholeLoss:
                 running.undo.save(c.GuardPoint.ATTEMPT)
 
     def _embedded(self, first: int, count: int) -> Embedded:
-        running = self._running
+        running, begun = self._running, next_node_number() if self._looks_left else 0
         with allocator.tag("forward"):
-            return running.program.embedded(running.part(first, count), count)
+            embedded = running.program.embedded(running.part(first, count), count)
+        if self._looks_left:
+            self._nodes = begun, next_node_number()
+        return embedded
 
     def _cuts(self, count: int) -> Iterator[Span]:
         """Micro-batches like the first one of `count` samples."""
@@ -157,7 +168,8 @@ class WholeLoss:
         """The loss, whose backward pass take_gradients() follows, and what was beside it. None
         where another rank has failed. It gives no gradient to `trained` yet."""
         running, program = self._running, self._running.program
-        ranks = 1
+        ranks, graph = 1, self._graph if self._looks_left else None
+        of_rows = {tensor.grad_fn for tensor in graph.tensors} if graph else None
         if self._own is None:
             assert self._graph is not None
             if not self._is_used:
@@ -177,6 +189,9 @@ class WholeLoss:
             value, self._results = self._own.with_rows(results), results
             running.generators.put(self._states[1])
         loss, extras = split_result(program.called(program.loss_fn, value, shallow(running.batch)))
+        if of_rows and isinstance(loss, torch.Tensor):
+            self._looks_left -= 1
+            refuse_other_ways(loss, of_rows, self._nodes)
         loss = running.weighted(loss, running.total, trained)
         return loss / ranks if ranks > 1 else loss, kept(extras)
 

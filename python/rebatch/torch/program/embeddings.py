@@ -3,7 +3,7 @@ micro-batches run."""
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence, Tuple
+from typing import Any, List, Sequence, Set, Tuple
 
 import torch
 
@@ -96,6 +96,27 @@ def _described(value: Any, is_whole: bool) -> str:
     if not is_whole:
         return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     return f"a tensor of shape {tuple(value.shape)}"
+
+
+def refuse_other_ways(loss: torch.Tensor, of_rows: Set[Any], numbers: Tuple[int, int]) -> None:
+    """ValueError for a loss that has come to what embed made by another way than its rows, such as
+    by an attribute of the model: in a batch that is cut there is no such way. `of_rows` are the
+    nodes of autograd that made these, and embed has made those of `numbers`: the first one, and the
+    one behind the last."""
+    seen, nodes = set(of_rows), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if numbers[0] <= node._sequence_nr() < numbers[1]:
+            raise ValueError(
+                f"rebatch: loss_fn uses a tensor ({node.name()}) that embed has made and not "
+                "returned, such as an auxiliary loss in an attribute of the model, and in a batch "
+                "that is cut there is none: expected embed to return what it is made of, with a "
+                "row for each sample, and loss_fn to make it"
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 def refuse_no_gradient() -> None:
