@@ -187,6 +187,19 @@ def root(model, samples):
     return F.mse_loss(model(samples[0])[:, 0], samples[1].float()).sqrt()
 
 
+def hardest_triplets(model, samples):
+    """0 for a few samples."""
+    rows, y = F.normalize(model(samples[0]), dim=1), samples[1]
+    apart, same = torch.cdist(rows, rows), y[:, None] == y
+    return F.relu((apart * same).amax(1) - (apart + 9 * same).amin(1) - 0.5).mean()
+
+
+def no_number_of_one_class(model, samples):
+    logits, y = model(samples[0])[:, 0], samples[1] == 0
+    ranked = (logits[y][:, None] > logits[~y]).float().mean()
+    return F.binary_cross_entropy_with_logits(logits, y.float()), Mean(ranked)
+
+
 def contrastive(model, samples):
     rows = F.normalize(model(samples[0]), dim=1)
     return F.cross_entropy(rows @ rows.T.roll(1, 0) * 10, torch.arange(len(rows)))
@@ -248,6 +261,8 @@ WRONG = [
     (token_mean, texts, {"normalizer": tokens_of}, "although there is a normalizer"),
     (root, images, {}, "loss_fn depends on the cut"),
     (contrastive, images, {}, "needs embed="),
+    (hardest_triplets, images, {}, "of samples 0-15 is .* needs embed="),
+    (no_number_of_one_class, images, {}, "is nan in one micro-batch|nan in micro-batches of"),
     (pairs, images, {}, r"outputs\['logits'\] of samples .* is of shape \(2, 2\) in one"),
     (perplexity, images, {}, r"\['perplexity'\] .*, a perplexity, .* return each of these as"),
     (counted_as_mean, images, {}, r"\['right'\] of samples .* a sum over them in a rebatch.Sum"),

@@ -29,7 +29,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.results import ADVICE, Leaf, Seen, leaves_of
+from rebatch.torch.check.results import ADVICE, Leaf, Seen, leaves_of, told_apart
 from rebatch.torch.check.rounding import are_exact, floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
@@ -583,13 +583,15 @@ class Results:
     def __init__(self, comparison: Comparison, figures: _OnHost):
         self.comparison, self._figures = comparison, figures
         self.place = ""  # of a result that is wrong
-        self.zeros: Set[str] = set()  # places of sums and means that are 0, which tells nothing
+        self.zeros: Set[str] = set()  # a loss, and places of sums and means: 0 tells nothing
 
     def judged(self) -> str:
         """What is wrong, or nothing."""
         comparison, figures = self.comparison, self._figures.read().tolist()
         f, rest = _Figures(*figures[:6]), figures[6:]
         of_gradients, of_losses = floors(comparison.is_16_bit, comparison.program.device)
+        if comparison.subject.has_loss and f.whole == f.parts == 0:
+            self.zeros.add("the loss")
         text = self._of_passes(f, of_gradients, of_losses) if comparison.subject.has_loss else ""
         return text or self._of_leaves(rest, of_gradients)
 
@@ -662,9 +664,10 @@ class Results:
 
 
 def _of_losses(f: _Figures) -> str:
+    one, other = told_apart(f.whole, f.parts)
     return (
-        f"the loss of samples {{samples}} is {f.whole:.4g} in one micro-batch and {f.parts:.4g} in "
-        "micro-batches of {half}"
+        f"the loss of samples {{samples}} is {one} in one micro-batch and {other} in micro-batches "
+        "of {half}"
     )
 
 

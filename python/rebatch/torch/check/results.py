@@ -4,6 +4,7 @@ not know how the calls are made."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
@@ -51,10 +52,11 @@ class Leaf:
         scale = max(abs(whole), abs(parts), _TELLING)
         if self.kind == "classes":
             floor, scale = floor * _CLASSES, 1.0
-        if difference <= floor * scale:  # or one is no number
+        if difference == 0 or (math.isfinite(difference) and difference <= floor * scale):
             return ""
         if self.kind in ("Mean", "Sum"):
-            return f"{name} is {whole:.4g} {cuts.format(f'{parts:.4g}')}, {depends}: {seen.advice}"
+            one, other = told_apart(whole, parts)
+            return f"{name} is {one} {cuts.format(other)}, {depends}: {seen.advice}"
         return (
             f"{name} differs by {difference / scale:.1%} between one micro-batch and micro-batches "
             f"of {seen.half}, {depends}: what is computed of a sample follows the others, by their "
@@ -71,6 +73,12 @@ ADVICE = (
     "what is neither, such as a score, a perplexity, or a mean over tokens or a mask, is made of "
     "sums: return each of these as a rebatch.Sum"
 )
+
+
+def told_apart(whole: float, parts: float) -> Tuple[str, str]:
+    """Two numbers, with as many digits as that takes."""
+    digits = 4 if f"{whole:.4g}" != f"{parts:.4g}" else 7
+    return f"{whole:.{digits}g}", f"{parts:.{digits}g}"
 
 
 def leaves_of(given: Any, whole: Any, parts: Any, device: torch.device) -> List[Leaf]:
@@ -134,10 +142,10 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> List[torch.Tensor]:
     cuts counts as the same."""
     a, b = (t.detach() for t in (a, b))
     are_same = (a == b) | ~(a.isfinite() | b.isfinite())
-    off, a, b = (torch.where(are_same, 0, a - b), *(t.nan_to_num(0, 0, 0) for t in (a, b)))
+    off = torch.where(are_same, 0, a - b)
     if a.numel() == 1:
         return [off.abs().sum(), a.sum(), b.sum()]
-    return [t.square().mean().sqrt() for t in (off, a, b)]
+    return [t.square().mean().sqrt() for t in (off, a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0))]
 
 
 def _on(figures: List[torch.Tensor], device: torch.device) -> List[torch.Tensor]:
