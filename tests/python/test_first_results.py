@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import rebatch.torch as rebatch
 from rebatch._library import EventKind
 from rebatch.testing import fail_once
-from rebatch.torch.check import first_results
+from rebatch.torch.check import cut_comparison, first_results
 from models import Unseen, fails_above, same_bits, state_of
 
 SAMPLES, CLASSES, TOKENS = 32, 5, 12
@@ -629,3 +629,30 @@ def test_an_error_in_the_comparison_of_a_map_stays_there():
 
     with fails_first(model):
         assert warned(lambda: rebatch.map(even, images()[0])) == []
+
+
+@pytest.mark.parametrize("is_right", (True, False))
+def test_of_wide_rows_some_columns_are_compared(is_right, monkeypatch):
+    """Such as the logits of a vocabulary."""
+    widths, plain = [], cut_comparison.leaves_of
+
+    def leaves_of(given, whole, parts, device):
+        widths.append((whole["rows"].shape[-1], whole["list"][0].shape[-1]))
+        return plain(given, whole, parts, device)
+
+    monkeypatch.setattr(cut_comparison, "leaves_of", leaves_of)
+    wide = torch.nn.Linear(CLASSES, 5000)
+
+    def loss_fn(model, samples):
+        rows = wide(model(samples[0]))
+        rows = rows if is_right else rows.softmax(0)
+        return rows.square().mean(), {
+            "rows": rows,
+            "list": list(rows[:, None]),
+            "n": Sum(len(rows)),
+        }
+
+    step = evaluator(net(), loss_fn)
+    assert len(warned(lambda: step.evaluate(images()))) == (not is_right)
+    assert step.evaluation_outputs["rows"].shape == (SAMPLES, 5000)
+    assert all(max(each) < 512 for each in widths) and widths

@@ -16,7 +16,7 @@ from rebatch.torch.session.session import Exhausted
 _Devices = Dict[tuple[Any, ...], torch.device]  # of the tensors of a part, by their places in it
 
 
-def _moved(
+def moved(
     value: Any,
     move: Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor],
     at: tuple[Any, ...] = (),
@@ -26,17 +26,17 @@ def _moved(
     if isinstance(value, torch.Tensor):
         return move(value, at)
     if isinstance(value, (Sum, Mean)):
-        return type(value)(_moved(value.value, move, at))
+        return type(value)(moved(value.value, move, at))
     if isinstance(value, dict):
-        moved = copy.copy(value)
+        found = copy.copy(value)
         for key, part in value.items():
-            moved[key] = _moved(part, move, (*at, key))
-        return moved
+            found[key] = moved(part, move, (*at, key))
+        return found
     if isinstance(value, tuple):
-        members = [_moved(part, move, (*at, i)) for i, part in enumerate(value)]
+        members = [moved(part, move, (*at, i)) for i, part in enumerate(value)]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if isinstance(value, list):
-        return [_moved(part, move, (*at, "*")) for part in value]
+        return [moved(part, move, (*at, "*")) for part in value]
     return value
 
 
@@ -45,7 +45,7 @@ def _to_host(part: Any, devices: _Devices) -> Any:
         devices[at] = tensor.device
         return tensor.to("cpu")
 
-    return _moved(part, move)
+    return moved(part, move)
 
 
 def _back(joined: Any, devices: _Devices) -> Any:
@@ -61,7 +61,7 @@ def _back(joined: Any, devices: _Devices) -> Any:
             left.append(tensor)
             return tensor
 
-    moved = _moved(joined, move)
+    back = moved(joined, move)
     if left:
         warnings.warn(
             f"rebatch: results of {sum(t.nbytes for t in left) / (1 << 20):.1f} MiB in all do not "
@@ -69,7 +69,7 @@ def _back(joined: Any, devices: _Devices) -> Any:
             RuntimeWarning,
             stacklevel=user_stacklevel(),
         )
-    return moved
+    return back
 
 
 def _release() -> None:

@@ -29,7 +29,7 @@ from rebatch.torch.batches.switched_off import (
 )
 from rebatch.torch.check.findings import explain
 from rebatch.torch.check.fixed_draws import FixedDraws
-from rebatch.torch.check.results import ADVICE, Leaf, Seen, leaves_of, told_apart
+from rebatch.torch.check.results import ADVICE, Leaf, Seen, leaves_of, thinned, told_apart
 from rebatch.torch.check.rounding import are_exact, floors
 from rebatch.torch.check.time_first_modules import Sequences
 from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
@@ -483,7 +483,7 @@ class Comparison:
         noting = torch.autograd.graph.saved_tensors_hooks(self._note, _itself)
         with torch.set_grad_enabled(has_graph), noting if has_graph else contextlib.nullcontext():
             loss, beside = self.program.loss_of(samples)
-        beside = self.program.kept(beside)
+        beside = self.program.kept(thinned(beside))
         loss = loss * (self._unit if self._is_sum else count / (2 * self.half))
         gradients = self._gradients_of(loss) if has_graph else loss.new_zeros(1)
         return loss.detach(), gradients, beside

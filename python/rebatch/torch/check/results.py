@@ -9,6 +9,7 @@ from typing import Any, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from rebatch.torch.batches.join_on_host import moved
 from rebatch.torch.batches.kinds import is_plain, plain_parts
 from rebatch.torch.batches.outputs import Mean, Sum
 
@@ -16,6 +17,8 @@ from rebatch.torch.batches.outputs import Mean, Sum
 _TELLING = 0.1
 # Rounding makes another class of some entries: of so many times as many as it changes a number by.
 _CLASSES = 8
+# So many columns of a wide tensor are compared.
+_COLUMNS = 256
 # So many leaves of a result are compared, and so many entries of a list in it.
 _MOST, _MOST_ENTRIES = 64, 16
 
@@ -79,6 +82,18 @@ def told_apart(whole: float, parts: float) -> Tuple[str, str]:
     """Two numbers, with as many digits as that takes."""
     digits = 4 if f"{whole:.4g}" != f"{parts:.4g}" else 7
     return f"{whole:.{digits}g}", f"{parts:.{digits}g}"
+
+
+def thinned(result: Any) -> Any:
+    """With some columns of wide tensors, such as the logits of a vocabulary: those of a few samples
+    fill memory too. Samples are too few to be columns."""
+    return moved(result, _thin)
+
+
+def _thin(tensor: torch.Tensor, _at: Tuple[Any, ...]) -> torch.Tensor:
+    if not is_plain(tensor) or tensor.dim() < 2 or tensor.shape[-1] < 2 * _COLUMNS:
+        return tensor
+    return tensor.detach()[..., :: tensor.shape[-1] // _COLUMNS | 1].clone()
 
 
 def leaves_of(given: Any, whole: Any, parts: Any, device: torch.device) -> List[Leaf]:
