@@ -291,12 +291,57 @@ for inputs in torch.utils.data.DataLoader(
 """
 
 
+# One batch alone is long.
+LATE = LONGER.replace(
+    "10 if min(numbers) == 0", "8 + min(numbers) // len(numbers) % 3 if 400 not in numbers"
+)
+
+
 @on_standin
-def test_program_that_takes_its_size_has_its_own_batches(program):
+@pytest.mark.parametrize("loop", [LONGER, LATE])
+def test_program_that_takes_its_size_has_its_own_batches(program, loop):
     options = ["--gpu", "h100", "--memory", "2GiB", "--batch", "4", "--", sys.executable]
-    [first] = found(*options, program(MODEL, LONGER), "{batch}")
-    [all_long] = found(*options, program(MODEL, LONGER), "{batch}", "long")
-    assert first["micro"] == pytest.approx(all_long["micro"], abs=1)
+    [own] = found(*options, program(MODEL, loop), "{batch}")
+    [all_long] = found(*options, program(MODEL, loop), "{batch}", "long")
+    assert own["micro"] == pytest.approx(all_long["micro"], abs=1)
+    assert "Batches differ" in own["remark"] and not all_long["remark"]
+
+
+# Samples of many lengths, so that the allocator's blocks of one batch do not fit the next.
+PADDED = """
+torch.manual_seed(1)
+lengths = torch.randint(20, 200, (100_000,)).tolist()
+model = torch.nn.Sequential(
+    torch.nn.Embedding(500, 256), *(
+        torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(3)
+    ), torch.nn.Linear(256, 2000)
+).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def pad(numbers):
+    rows = [torch.ones(lengths[number], dtype=torch.long) for number in numbers]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+for at, rows in enumerate(torch.utils.data.DataLoader(
+    range(100_000), int(sys.argv[1]), collate_fn=pad
+)):
+    model(rows.cuda()).flatten(0, 1).logsumexp(1).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if at == 40:
+        break
+time.sleep(0.5)
+"""
+
+
+@on_standin
+def test_batches_that_differ_leave_fragments(program):
+    path = program("import time\n", MODEL, PADDED)
+    [row] = found("--gpu", "h100", "--memory", "2GiB", "--", sys.executable, path, "4")
+    assert trains_plainly(path, row["micro"], row["room_bytes"])
+    assert not trains_plainly(path, row["next"] + 1, row["room_bytes"])
 
 
 @on_standin

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -32,8 +33,9 @@ from rebatch.fit.tried import UNLIMITED, GoOn, Request, Tried
 _MOST_UPDATES = 20
 # More passes before an update are an accumulation of gradients, in which memory repeats itself.
 _PASSES = 3
-# Batches that are looked at, of which one is tried; as long as they are alike; and their bytes.
-_AHEAD, _ALIKE, _MOST_AHEAD = 32, 3, 1 << 30
+# Batches that are looked at for the largest; so many as long as they are alike, and the largest is
+# tried no later, as each try has so many; and their samples and bytes.
+_AHEAD, _ALIKE, _SAMPLES_AHEAD, _MOST_AHEAD = 32, 3, 1024, 1 << 30
 
 
 def watch(asked: str) -> None:
@@ -139,8 +141,7 @@ class Watch:
         if self._returned == 1:
             self._begins_at = self._look_for_pass()
         if self._returned == self._begins_at:
-            if not self._sized:  # which has its own batches, in their order
-                loader.look_ahead()
+            loader.look_ahead()
             self._begin(_common_size(loader.last))
 
     def _look_for_pass(self) -> int:
@@ -177,7 +178,7 @@ class Watch:
         if self._sized:
             self.begin(self._sized, _FileReply(request["answer"]), root)
         loops = [_Loop(self, samples, root)]
-        if self._loader is not None and not root and len(self._loader.samples) not in (0, samples):
+        if self._loader is not None and not root and self._loader.is_made(samples):
             loops.insert(0, _Loop(self, len(self._loader.samples), root, self._loader))
         searches = [Search(loop, request["installs"]) for loop in loops]
         line, remark = None, ""
@@ -222,8 +223,8 @@ class Watch:
             self._try.steps_on(optimizer)
 
     def repeats(self, loader: _Batches) -> bool:
-        """Whether its last batch comes again: in a copy, which trains on that alone. A program that
-        is tried as a whole has its own batches, of which no two need be alike."""
+        """Whether its batches come again: in a copy, which trains on these alone. A program that is
+        tried as a whole has its own, of which no two need be alike."""
         return self._try is not None and not self._sized and self._loader is loader
 
 
@@ -288,6 +289,13 @@ def _common_size(given: Any) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
+def _with_largest(batches: List[Any]) -> List[Any]:
+    """In their order, but the largest not later than a try comes."""
+    at = max(range(len(batches)), key=lambda each: _bytes_of(batches[each]))
+    early = min(at, _ALIKE - 1)
+    return [*batches[:early], batches[at], *batches[early:at], *batches[at + 1 :]]
+
+
 class _Batches:
     """An iterator of a DataLoader."""
 
@@ -297,6 +305,8 @@ class _Batches:
         self.last: Any = None
         self.samples: Sequence[Any] = ()  # of which it was made
         self._ahead: List[Any] = []  # batches that the program has not been given yet
+        self._pool: List[Any] = []  # the samples that are there
+        self._round: Iterator[Any] = iter(())  # the batches of a try, again and again
         self.differ = False
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -304,33 +314,54 @@ class _Batches:
         self.samples = samples
         return self._collate(samples)
 
+    def is_made(self, shared: int) -> bool:
+        """Whether batches of another size are made of samples: where their tensors do not share the
+        size as their first dimension, or batches differ."""
+        return len(self.samples) > 0 and (self.differ or len(self.samples) != shared)
+
     def become(self, size: int) -> None:
-        """Its last batch has so many samples, each several times or some of them."""
-        count = len(self.samples)
-        self.last = self._collate([self.samples[at * count // size] for at in range(size)])
+        """The batches have so many samples: those that are there in their order, each several times
+        or some of them."""
+        pool = self._pool
+        if self.differ and size < len(pool):
+            ends = range(size, len(pool) + 1, size)[:_AHEAD]
+            batches = [self._collate(pool[end - size : end]) for end in ends]
+        else:
+            batches = [self._collate([pool[at * len(pool) // size] for at in range(size)])]
+        self._repeat(_with_largest(batches))
+
+    def _repeat(self, batches: List[Any]) -> None:
+        self._round = itertools.cycle(batches)
+        self.last = next(self._round)
 
     def look_ahead(self) -> None:
-        """The last batch becomes the largest of it and some that follow, if these differ; but for
-        one that is smaller because it has fewer samples, as an epoch's last."""
+        """Those that follow, if they differ: the largest comes early. One that is smaller because
+        it has fewer samples, as an epoch's last, does not differ."""
         there, sizes = [(self.last, self.samples)], [_bytes_of(self.last)]
+        count = len(self.samples)
         while len(there) < (_AHEAD if self.differ else _ALIKE) and sum(sizes) < _MOST_AHEAD:
+            if self.differ and count * len(there) >= _SAMPLES_AHEAD:
+                break
             try:
                 batch = next(self.plain)
             except StopIteration:
                 break
             there.append((batch, self.samples))
             sizes.append(_bytes_of(batch))
-            is_part = sizes[-1] < sizes[0] and len(self.samples) < len(there[0][1])
+            is_part = sizes[-1] < sizes[0] and len(self.samples) < count
             self.differ |= sizes[-1] != sizes[0] and not is_part
-        self.last, self.samples = there.pop(sizes.index(max(sizes)))
-        self._ahead = [batch for batch, _ in there]
+        self.samples = there[0][1]
+        used = there if self.differ else there[:1]
+        self._pool = [sample for _, samples in used for sample in samples]
+        self._repeat(_with_largest([batch for batch, samples in used if len(samples) == count]))
+        self._ahead = _with_largest([batch for batch, _ in there])[1:]
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._watch.repeats(self):
-            return copy.deepcopy(self.last)
+            return copy.deepcopy(next(self._round))
         self.last = self._ahead.pop(0) if self._ahead else next(self.plain)
         self._watch.returns(self)
         # The program may change it: move it to the GPU, take something out.
