@@ -300,7 +300,8 @@ class Backward:
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch without training, in as many parts as memory asks for, with the
         modules in evaluation mode: a scalar. `evaluation_report` says what the call did, and
-        `evaluation_outputs` has what loss_fn returned beside the loss."""
+        `evaluation_outputs` has what loss_fn returned beside the loss. When memory first cuts a
+        batch, a result that depends on the cut is a CutWarning."""
         self._refuse_alone("evaluate")
         training = self._training
         training.open()

@@ -223,6 +223,7 @@ def map(model: Callable[[Any], Any], inputs: Any, batch_dim: Optional[int] = Non
 
     An OOM makes the next calls smaller, and a line on standard error says so; the size is kept for
     the next map() of the same model. Its mode, training or evaluation, stays as it is. A Map also
-    has a report. Raises Exhausted when one sample does not fit, and ValueError for a result without
-    a dimension of the samples."""
+    has a report. When memory first cuts the inputs of a function, a result that depends on the cut
+    is a CutWarning. Raises Exhausted when one sample does not fit, and ValueError for a result
+    without a dimension of the samples."""
     return Map(model, batch_dim)(inputs)

@@ -64,7 +64,7 @@ KEEP_TOGETHER = (
 
 
 class CutWarning(UserWarning):
-    """The update of a Step depends on how its batch is cut."""
+    """An update, or the result of an evaluation or a map, depends on how memory cuts the batch."""
 
 
 class Subject(NamedTuple):
