@@ -83,3 +83,15 @@ step = rebatch.Step(model, optimizer, loss_fn)
 for _ in range(3):
     print(step(batch(int(sys.argv[1]))))
 """
+
+# Programs without a Step, which train for so long that only an end in their midst passes.
+LOADED = """
+samples = torch.utils.data.TensorDataset(*batch(1000))
+loader = torch.utils.data.DataLoader(samples, int(sys.argv[1]), num_workers=2, shuffle=True)
+for _ in range(1_000_000):
+    for inputs, classes in loader:
+        loss = F.cross_entropy(model(inputs.cuda()), classes.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
