@@ -20,8 +20,8 @@ with torch.no_grad():
     loss_fn(model, batch(3))
 samples = drawn()
 for _ in range(1_000_000):
-    for _ in range(100_000):
-        loss = loss_fn(model, samples) / 100_000
+    for _ in range(10_000):
+        loss = loss_fn(model, samples) / 10_000
         samples = drawn()
         loss.backward()
     optimizer.step()
