@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from rebatch.fit.error import FitError
 from rebatch.fit.integers import Integers
 from rebatch.torch.private import TorchDispatchMode
+from test_install import child
 
 pytestmark = pytest.mark.usefixtures("standin")
 
@@ -369,3 +370,22 @@ def test_masks_of_pairs_are_computed_up_to_a_quarter_of_a_gib():
     kinds = torch.arange(8192).cuda() % 4096
     first, second = torch.where(kinds[:, None] == kinds[None])
     assert len(first) == 4 * 4096 and (second - first).abs().max().item() == 4096
+
+
+INSTALLED = """
+from rebatch.fit.program import copies
+device = torch.device("cuda", 0)
+batch = tensor(100 * MIB)
+copies.restart(device)
+del batch
+torch.cuda.empty_cache()
+rebatch.install()
+activations = tensor(150 * MIB)
+found = copies.taken(device)
+print(found["peak"] // MIB, found["reserved"] // MIB)
+"""
+
+
+def test_peaks_of_two_allocators_are_no_sum_beyond_what_is_held():
+    """A try's first batch lies in PyTorch's allocator, and what comes after install() in ours."""
+    assert child(INSTALLED).split() == ["150", "150"]

@@ -118,16 +118,26 @@ def ooms(device: torch.device) -> int:
     return native + int(stats(device)["ooms"])
 
 
-def taken(device: torch.device) -> Dict[str, Any]:
-    """What a try has asked of the allocator, and where it has taken what only a kernel would know:
-    members of Tried."""
-    size = int(torch.cuda.memory_stats(device)["requested_bytes.all.allocated"])
+def taken(device: torch.device, peak: int = 0) -> Dict[str, Any]:
+    """What a try has taken of memory, and where it has taken what only a kernel would know: members
+    of Tried. `peak` is the highest of updates after which PyTorch counted anew."""
+    library, own = standin(), integers.start()
+    reserved = int(library.standin_peak(device.index or 0, False))
+    asked = int(torch.cuda.memory_stats(device)["requested_bytes.all.allocated"])
     if is_installed():
         from rebatch.torch.allocator.install import stats
 
-        size += int(stats(device)["allocated_total_bytes"])
-    own = integers.start()
-    return {"asked": size, "read_at": own.read_at, "assumed": own.assumed}
+        asked += int(stats(device)["allocated_total_bytes"])
+    # After install() it is the sum of two peaks, which may be at different times.
+    peak = max(peak, torch.cuda.max_memory_allocated(device))
+    return {
+        "peak": min(peak, reserved),
+        "reserved": reserved,
+        "libraries": library.standin_libraries(),
+        "asked": asked,
+        "read_at": own.read_at,
+        "assumed": own.assumed,
+    }
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -500,14 +500,10 @@ class _Try:
             self._reply.tried(Tried(self._request.size, False))
 
     def _finish(self) -> NoReturn:
-        library = standin()
         self._reply.tried(
             Tried(
                 self._request.size,
                 True,
-                peak=torch.cuda.max_memory_allocated(self._device),
-                reserved=library.standin_peak(self._device.index or 0, False),
-                libraries=library.standin_libraries(),
                 held=self._held(),
                 passes=self._passes_before,
                 remark=self._remark,

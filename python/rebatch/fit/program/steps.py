@@ -13,7 +13,6 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional
 import torch
 
 from rebatch.fit import integers
-from rebatch.fit.controls import standin
 from rebatch.fit.program import copies
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
 from rebatch.fit.program.live import live
@@ -178,17 +177,13 @@ class _Together(_Calls):
 
     def finish(self) -> NoReturn:
         self._note_peak()
-        library = standin()
         self.reply.tried(
             Tried(
                 self._request.size,
                 True,
-                peak=self._peak,
-                reserved=library.standin_peak(self._device.index or 0, False),
-                libraries=library.standin_libraries(),
                 held=held_by(self._attempts, self._batch_bytes),
                 refused=ooms(self._device) - self._refused,
-                **copies.taken(self._device),
+                **copies.taken(self._device, self._peak),
             )
         )
 

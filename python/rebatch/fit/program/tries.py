@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from rebatch.fit.controls import standin
 from rebatch.fit.error import FitError
 from rebatch.fit.program import copies
 from rebatch.fit.program.copies import Reply, bytes_of, is_installed, ooms
@@ -105,17 +104,13 @@ class Attempt:
             if not is_oom(error) and ooms(device) == failed:
                 raise
             return Tried(self._size, False)
-        library = standin()
         return Tried(
             self._size,
             True,
-            peak=max(peak, torch.cuda.max_memory_allocated(device)),
-            reserved=library.standin_peak(device.index or 0, False),
-            libraries=library.standin_libraries(),
             held=held_by([self], bytes_of(device_tensors(batch))),
             tags=_grown(tagged, _tagged(device)),
             refused=ooms(device) - failed,
-            **copies.taken(device),
+            **copies.taken(device, peak),
         )
 
     def _update(self) -> None:
