@@ -266,9 +266,10 @@ class Backward:
                     loss = F.cross_entropy(logits, samples["y"])
                     part.backward(loss)
 
-        An OOM ends the block, and its samples come again, fewer. Numbers, texts and other small
-        values that the block assigned anew are put back, and other names that it assigned are
-        None. A batch whose loop is left before its end is over, and .grad is as before."""
+        An OOM ends the block, and its samples come again, fewer. Names to which the block assigned
+        numbers, texts and other small values get back what they were before it. Other names that
+        it assigned are None. A batch whose loop is left before its end is over, and .grad is as
+        before."""
         return parts_of(self._training, batch if batches is None else Batches.of(batches))
 
     @property

@@ -82,10 +82,7 @@ class WholeLoss:
         self._spans: List[Span] = []  # of the first pass
         self._left: List[Span] = []  # of these, for the second pass
         self._draws = False  # the first pass has
-        self._nodes = (
-            0,
-            0,
-        )  # of autograd, of a whole batch's embed: the first, and behind the last
+        self._nodes = 0, 0  # of autograd, in a whole batch's embed: the first, behind the last
         self._hooks: List[Any] = []  # of a whole batch that shows whether its rows are used
         self._states: List[States] = []  # of generators: when the batch began, embedded, and ended
 
