@@ -41,7 +41,9 @@ static void begin(rebatch_pool *pool, uint64_t key)
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
 {
     pool->overflow.is_open = false;
-    begin(pool, key);
+    begin(pool, 0);
+    if (pool->plan.is_on)
+        pool->plan.marked = key;
 }
 
 /* Overflow ended at the mark; it may have been allowed since. */

@@ -93,14 +93,13 @@ static void record_from_here(struct rbi_pool_plan *plan)
     plan->mode = RBI_PLAN_RECORDS;
 }
 
-/* The plan's calls do not come any more. */
-static void give_plan_up(struct rbi_phase *phase, size_t count)
+/* A plan was of no use. The first time it may have been an exception, as what a program looks at in
+ * its first steps is: the phases that follow are planned for at once. */
+static void note_failure(struct rbi_phase *phase)
 {
-    const bool has_proved = phase->served >= RBI_PLAN_SERVED_ENOUGH;
-    drop_plan(phase, count);
-    phase->failures = has_proved ? 0 : rbi_min(phase->failures + 1, RBI_PLAN_DOUBLINGS_MOST);
-    if (!has_proved)
-        phase->rest = RBI_PLAN_REST_PHASES << phase->failures;
+    if (phase->failures > 0)
+        phase->rest = RBI_PLAN_REST_PHASES << (phase->failures - 1);
+    phase->failures = rbi_min(phase->failures + 1, RBI_PLAN_DOUBLINGS_MOST);
 }
 
 /* A call is another than the plan has. */
@@ -109,8 +108,10 @@ static void end_serving(rebatch_pool *pool)
     rbi_assert(pool->plan.phase);
     struct rbi_pool_plan *const plan = &pool->plan;
     rbi_plan_leave(pool);
-    if (++plan->phase->misses == RBI_PLAN_MISSES_MOST)
-        give_plan_up(plan->phase, plan->next);
+    if (++plan->phase->misses == RBI_PLAN_MISSES_MOST) {
+        drop_plan(plan->phase, plan->next);
+        note_failure(plan->phase);
+    }
 }
 
 /* A call on the phase's stream. */
@@ -446,6 +447,8 @@ void rbi_plan_end(rebatch_pool *pool)
         pool->stats.planned_phases++;
         phase->misses = 0;
         phase->served += phase->served < UINT32_MAX;
+        if (phase->served == RBI_PLAN_SERVED_ENOUGH)
+            phase->failures = 0;
         rbi_plan_leave(pool);
     } else {
         phase->is_needed = is_needed;
@@ -514,7 +517,7 @@ bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
     plan->has_woken = false;
     if (phase->moves > RBI_PLAN_MOVES_MOST) {
         phase->moves = 0;
-        phase->rest = RBI_PLAN_REST_PHASES;
+        note_failure(phase);
     }
     plan->arena = arena;
     plan->arena_live_bytes = 0;

@@ -41,7 +41,7 @@ struct rbi_phase {
     uint32_t misses;          /* phases in a row that the plan did not serve to their end */
     bool is_needed;           /* in the last one pages were moved, or the pool held too much */
     uint32_t served;          /* phases that the plan has served to their end */
-    uint32_t failures;        /* plans in a row that were dropped after a few phases */
+    uint32_t failures;        /* plans in a row of which none has proved itself */
 };
 
 enum rbi_plan_mode {

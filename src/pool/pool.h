@@ -588,9 +588,10 @@ void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block);
 /* Adds what `from` has seen to `to`, the scope around it. */
 void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from);
 struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool);
-/* The phase that runs ends, and one with `key` begins at once; 0: none does (phase.c). */
+/* The phase that runs ends, and one with `key` begins with the next allocation; 0: none does
+ * (phase.c). */
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key);
-/* The phase that rebatch_pool_mark() has announced begins. Before an allocation or a reserve. */
+/* The phase that was announced begins. Before an allocation or a reserve. */
 void rbi_pool_begin_marked(rebatch_pool *pool);
 void rbi_tags_init(rebatch_pool *pool);
 /* Fills in the last OOM report, counts, and sets the thread's error text. Gives REBATCH_OOM. */

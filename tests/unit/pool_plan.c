@@ -489,17 +489,20 @@ Test(pool_plan, what_a_phase_reserves_has_a_place_in_its_plan)
 }
 
 /* The lifetimes of seed 4 pack into more pages than the device has: the search serves its phases,
- * and after five of them in a row it is not tried any more for a while. */
+ * and after five of them in a row, twice, it is not tried any more for a while. */
 Test(pool_plan, an_arena_that_is_not_to_be_had_is_not_asked_for_in_every_phase)
 {
     enum { PAGES = 111, RESERVED = 100 };
     const struct script script = write_script(4);
     struct run run = {.rig = rig_open(PAGES, NULL)};
+    const struct rbi_phase *known = NULL;
     for (int i = 0; i < 20; i++) {
         cr_assert_eq(reserving_phase(&run, &script, RESERVED * PAGE), REBATCH_OK);
         cr_assert_not(serves(&run));
+        known = run.rig.pool->plan.phase;
+        if (i < 10)
+            cr_assert_eq(known->rest, 0, "phase %d", i);
     }
-    const struct rbi_phase *const known = run.rig.pool->plan.phase;
     cr_assert_gt(known->arena_bytes, PAGES * PAGE);
     cr_assert_gt(known->rest, 40);
     close_run(&run);
@@ -571,6 +574,45 @@ Test(pool_plan, other_calls_are_planned_in_their_turn)
     }
     cr_assert_eq(moved(&run), before);
     assert_valid(run.rig.pool);
+    close_run(&run);
+}
+
+/* As where a program looks at its passes in its first steps: those that follow are planned for at
+ * once. */
+Test(pool_plan, other_calls_after_a_few_phases_are_planned_at_once)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    rbi_pool_drop_plan(run.rig.pool, true);
+    int phases = 0;
+    while (!serves(&run) && ++phases < 40)
+        cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+    cr_assert_lt(phases, 8);
+    for (size_t i = 0; i < CALLS; i++)
+        script.calls[i].bytes = script.calls[i].bytes * 9 / 10 + (script.calls[i].bytes != 0);
+    for (phases = 0; phases < 2 || (!serves(&run) && phases < 40); phases++)
+        cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+    cr_assert_leq(phases, 8);
+    close_run(&run);
+}
+
+/* As a micro-batch that is a replay of a graph. */
+Test(pool_plan, a_phase_without_an_allocation_takes_no_memory)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    rebatch_pool *const pool = run.rig.pool;
+    size_t released;
+    rebatch_scope scope;
+    struct rbi_scope_use used;
+    cr_assert_eq(rebatch_pool_mark(pool, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_trim(pool, 0, &released), REBATCH_OK);
+    const size_t reserved = stats_of(pool).reserved_bytes;
+    cr_assert_eq(rbi_scope_begin_phase(&scope, pool, false, 1), REBATCH_OK);
+    cr_assert_eq(rbi_scope_commit_phase(&used, pool, scope), REBATCH_OK);
+    cr_assert_eq(stats_of(pool).reserved_bytes, reserved);
+    cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+    cr_assert(serves(&run), "the plan is still there");
     close_run(&run);
 }
 
