@@ -9,6 +9,7 @@ import shutil
 import sys
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -283,6 +284,24 @@ def test_a_replay_of_a_noisy_pass_is_used_and_proved_anew_instead_of_compared(mo
     run = Run("mlp", True, loss_fn=loss_fn)
     assert not told(run, EAGER_STEPS + 9)
     assert re.fullmatch("0+1110+1+", "".join(map(str, run.replayed)))
+
+
+def test_passes_that_are_compared_are_never_held_together(monkeypatch):
+    noise, gradients, run_eagerly = noise_of_kernels(), [], graphs_module.Graphs._run_eagerly
+
+    def noted(self, eager):
+        assert not any(gradient() is not None for gradient in gradients)
+        result = run_eagerly(self, eager)
+        gradients.append(weakref.ref(result.gradients[0]))
+        return result
+
+    def loss_fn(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).mean() * (1 + noise())
+
+    monkeypatch.setattr(graphs_module.Graphs, "_run_eagerly", noted)
+    run = Run("mlp", True, loss_fn=loss_fn)
+    assert not told(run, EAGER_STEPS + 2)
+    assert run.replayed[-1] and len(gradients) == 3
 
 
 def test_eager_passes_that_agree_by_chance_are_looked_at_again():

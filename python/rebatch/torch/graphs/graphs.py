@@ -360,6 +360,7 @@ class Graphs:
             if not is_same:
                 passes.append(mark.on_host())
             mark.let_go()
+            del result  # the next pass has its memory
             self._undo()
             left -= is_same
             if not left:
