@@ -625,3 +625,45 @@ def test_nothing_is_held_after_a_batch():
         assert there() is None
     finally:
         gc.enable()
+
+
+def clipped(model, part, loss):
+    part.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+
+
+def clipped_in_part(model, part, loss):
+    part.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.body[3].parameters(), 0.01)
+
+
+def cleared(model, part, loss):
+    part.backward(loss)
+    model.zero_grad()
+
+
+def another_backward(model, part, loss):
+    part.backward(loss)
+    sum(p.square().sum() for p in model.parameters()).backward()
+
+
+@pytest.mark.parametrize("lines", (clipped, clipped_in_part, cleared, another_backward))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+@pytest.mark.parametrize("micro", (0, 4))
+def test_gradients_that_a_block_changes_are_refused(lines, gradients, micro):
+    model, batch, loss_fn, backward = make_backward(micro_start=micro, gradients=gradients)
+    name = r"'body\.3\.weight'" if lines is clipped_in_part else r"'body\.0\.weight'"
+    with pytest.raises(ValueError, match=f"gradient of {name} was changed in a block.* below the"):
+        for part in backward.parts(batch):
+            with part as samples:
+                lines(model, part, loss_fn(model, samples))
+    assert all(gradient is None for gradient in gradients_of(model))
+
+
+def test_gradients_that_a_block_reads_are_not():
+    model, batch, loss_fn, backward = make_backward(micro_start=4)
+    for part in backward.parts(batch):
+        with part as samples:
+            part.backward(loss_fn(model, samples))
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm > 0 and backward.report.microbatches == 4

@@ -20,7 +20,13 @@ from rebatch.torch.core.whole_loss import Rows, WholeLoss
 from rebatch.torch.graphs.graphs import Graphs
 from rebatch.torch.program.gradients import Accumulators
 from rebatch.torch.program.left_backward import add_sentence
-from rebatch.torch.program.mistakes import hooked, refuse_graphs, refuse_stepped
+from rebatch.torch.program.mistakes import (
+    hooked,
+    marks_of_gradients,
+    refuse_changed,
+    refuse_graphs,
+    refuse_stepped,
+)
 from rebatch.torch.program.program import Running, listed
 from rebatch.torch.saving.levels import Levels
 from rebatch.torch.session.oom import is_oom
@@ -61,6 +67,7 @@ class Callbacks:
         self._update: Passes = running.program.update
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._hooked: List[torch.nn.Parameter] = []  # of these, with hooks of the backward pass
+        self._of_block: List[Any] = []  # marks of the gradients that it has made
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._own: List[torch.nn.Parameter] = []  # and the others, or all of them
         self.outside: List[
@@ -212,7 +219,7 @@ class Callbacks:
         running.end()
         if self.whole_loss:
             self.whole_loss.drop()
-        self._trained = self._kept = self._own = self._hooked = []
+        self._trained = self._kept = self._own = self._hooked = self._of_block = []
         self._extras, self._counts = [], []
         running.told.apart = ()
 
@@ -425,9 +432,11 @@ class Callbacks:
         """Returns the block's part of the loss."""
         weighted = self._running.weighted(loss, count, self._looked_at(first))
         self._go_backward(weighted, first, count)
+        self._of_block = marks_of_gradients(self._looked_at(first))
         return weighted.detach()
 
     def end_block(self, loss: torch.Tensor, first: int, count: int) -> None:
+        refuse_changed(listed(self._running.program.model), self._of_block)
         self._take(loss, None, count)
         self._end_micro(first, count)
 

@@ -177,6 +177,28 @@ def _names_of(models: Sequence[torch.nn.Module], wanted: Container[int]) -> List
     ]
 
 
+def _mark_of_gradient(p: torch.nn.Parameter) -> Tuple[int, int]:
+    return id(p.grad), getattr(p.grad, "_version", 0)
+
+
+def marks_of_gradients(parameters: Sequence[torch.nn.Parameter]) -> List[Tuple[Any, Any]]:
+    return [(p, _mark_of_gradient(p)) for p in parameters if p.grad is not None]
+
+
+def refuse_changed(models: Sequence[torch.nn.Module], marks: Sequence[Tuple[Any, Any]]) -> None:
+    """ValueError where a block has changed gradients that it had made: what clips or clears them
+    is to see those of the whole batch."""
+    changed = {id(p) for p, mark in marks if _mark_of_gradient(p) != mark}
+    if changed:
+        names = _names_of(models, changed) or ["a parameter of the optimizer"]
+        raise ValueError(
+            f"rebatch: the gradient of {names[0]} was changed in a block of parts() after "
+            "part.backward(loss), and is that of some samples: expected clipping, unscale_() and "
+            "zero_grad() below the loop over backward.parts(batch), and one part.backward() with "
+            "the sum of the losses"
+        )
+
+
 def hooked(parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
     """Those with a hook that may step an optimizer within a backward pass."""
     return [p for p in parameters if p._post_accumulate_grad_hooks]
