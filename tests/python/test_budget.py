@@ -499,6 +499,25 @@ def test_mistakes_are_refused(call, said):
         call()
 
 
+def test_measure_without_with_is_told(device):
+    budget = rebatch.Budget(small())
+    with pytest.warns(RuntimeWarning, match="without `with`, so nothing is measured") as told:
+        budget.measure(3)
+    assert [warning.filename for warning in told] == [__file__]
+    assert budget.microbatches == 0
+
+
+def test_a_block_within_a_block_is_refused_and_the_next_one_runs(device):
+    budget = rebatch.Budget(small())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="within a block of measure"):
+            with budget.measure(3):
+                with budget.measure(3):
+                    pass
+        assert run(budget, device, 3, GIB) and budget.microbatches == 1
+
+
 def test_classes_are_an_eighth_of_an_octave():
     for length in (0.5, 1, 1.01, 99.9, 1024, 3_000_000):
         number = budget_module._class_of(length)

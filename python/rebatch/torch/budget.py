@@ -159,6 +159,7 @@ class Budget(Tokens):
         self._agrees = self._accumulates = False
         self._told: Set[str] = set()  # of blocks that keep an OOM to themselves
         self._bare = 0  # blocks in a row that began without gradients
+        self._is_measuring = False
         self.microbatches = self.ooms = 0
         self._publish()
 
@@ -406,18 +407,35 @@ class Measure:
         self._base_bytes = self._ooms = 0
         self._report: Optional[Report] = None  # before the block
         self._is_telling = False  # whether its peak is to be learned from
+        self._was_entered = False
+
+    def __del__(self) -> None:
+        if not self._was_entered:
+            warnings.warn(
+                "rebatch: measure() was called without `with`, so nothing is measured: expected "
+                "`with budget.measure(cost):` around the passes of a micro-batch",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def __enter__(self) -> None:
-        budget = self._budget
+        budget, self._was_entered = self._budget, True
+        if budget._is_measuring:
+            raise RuntimeError(
+                "rebatch: measure() was called within a block of measure(): expected one block "
+                "around the passes of one micro-batch"
+            )
         self._names = BlockNames(sys._getframe(1), {id(module) for module in budget._modules})
         budget._open()
         self._is_telling, self._report = budget._begins(), budget._last_report()
         figures = budget._open().figures
         figures.begin()
         self._ooms, self._base_bytes = figures.ooms, figures.live - budget._held_bytes()
+        budget._is_measuring = True
 
     def __exit__(self, _kind: Any, error: Optional[BaseException], trace: Any) -> None:
         budget, figures = self._budget, self._budget._open().figures
+        budget._is_measuring = False
         names, self._names = self._names, None
         figures.read()
         needed = max(0, figures.peak - self._base_bytes)

@@ -94,7 +94,8 @@ def test_no_pool_sleeps_in_a_capture_which_goes_on():
         "print(rebatch.sleep()['held_bytes'])\n"
     )
     lines = child(script).splitlines()
-    assert "a graph is being captured" in lines[0] and lines[1:] == ["0"]
+    assert lines[0].endswith("a graph is being captured: expected rebatch.sleep() after it")
+    assert lines[1:] == ["0"]
 
 
 def test_a_wake_ends_no_capture_of_another_thread():
@@ -333,7 +334,10 @@ def test_a_step_goes_on_after_a_wake_and_is_no_place_to_sleep():
         "print(model.weight.data_ptr() == address, refused[-1])\n"
     )
     lines = child(script).splitlines()
-    assert lines[0] == "0" and lines[1].startswith("True rebatch: a session's step is running")
+    assert lines[0] == "0" and lines[1] == (
+        "True rebatch: a session's step is running on the pool: expected rebatch.sleep() between "
+        "two steps"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,6 +1,7 @@
 """Gives the memory of rebatch's pools to the GPU's other users for a while: sleep() and wake()."""
 
 import ctypes
+import re
 import sys
 from collections.abc import Collection
 
@@ -51,6 +52,15 @@ _on_wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
 )
 
 
+def _check(status: int) -> None:
+    """Raises Error with the names that functions of C have here."""
+    try:
+        _library.check(status)
+    except _library.Error as error:
+        text = re.sub(r"rebatch_pool_(sleep|wake)\(", r"rebatch.\1(", str(error))
+        raise _library.Error(text, error.status) from None
+
+
 def sleep(keep: Collection[str] = (), drop: Collection[str] = ()) -> dict[str, int]:
     """Give the memory of all GPUs' pools to others, until wake(); addresses stay.
 
@@ -85,7 +95,7 @@ def sleep(keep: Collection[str] = (), drop: Collection[str] = ()) -> dict[str, i
         )
         report = _library.SleepReport()
         try:
-            _library.check(lib.rebatch_pool_sleep(pool, options, ctypes.byref(report)))
+            _check(lib.rebatch_pool_sleep(pool, options, ctypes.byref(report)))
         except _library.Error:
             for other in slept - _asleep:
                 lib.rebatch_pool_wake(other)
@@ -114,7 +124,7 @@ def wake() -> None:
     status = 0
     for device, pool in _pools().items():
         try:
-            _library.check(lib.rebatch_pool_wake(pool))
+            _check(lib.rebatch_pool_wake(pool))
             _asleep.discard(pool)
         except _library.Error as error:
             status = status or error.status
