@@ -29,8 +29,8 @@ static const struct phase {
     size_t cap_bytes;
     const char *what;
 } phases[] = {
-    {0, 80 * MIB, "somebody else is on the card"},
-    {16, 48 * MIB, "another program takes memory too"},
+    {0, 80 * MIB, "another program takes memory"},
+    {16, 48 * MIB, "a second one takes memory too"},
     {30, 160 * MIB, "both programs end"},
 };
 #define PHASES (sizeof phases / sizeof *phases)
@@ -91,17 +91,20 @@ struct run {
     struct gpt_trainer *trainer;
     size_t micro_first, micro_least, micro_last;
     uint64_t ooms, redone_samples, samples;
+    char grown[256]; /* what is to be said of growth, after the line of its step; "": nothing */
     char hash[GPT_HASH_TEXT_BYTES];
 };
 
 static void on_event(const rebatch_event *event, void *user)
 {
-    const struct run *run = user;
+    struct run *run = user;
     char line[256];
+    if (event->kind == REBATCH_EVENT_GROW) { /* the next step is the first that has the new size */
+        (void)rebatch_event_format(run->grown, sizeof run->grown, event);
+        return;
+    }
     (void)rebatch_event_format(line, sizeof line, event);
-    const bool grows = event->kind == REBATCH_EVENT_GROW;
-    printf("  %s%s %s%s\n", grows ? run->look.good : run->look.alarm, grows ? "+" : "!", line,
-           run->look.plain);
+    printf("  %s! %s%s\n", run->look.alarm, line, run->look.plain);
 }
 
 static rebatch_status open_run(struct run *run, const struct gpt_data *data,
@@ -222,8 +225,7 @@ static void record_step(const struct run *run, const rebatch_step_report *report
             (batch + report->microbatches - 1) / report->microbatches, report->ooms, loss);
 }
 
-static void print_step(const struct run *run, const rebatch_step_report *report, double loss,
-                       double took)
+static void print_step(struct run *run, const rebatch_step_report *report, double loss, double took)
 {
     const struct gpt_train_options *options = &run->trainer->options;
     const size_t batch = options->batch;
@@ -234,6 +236,9 @@ static void print_step(const struct run *run, const rebatch_step_report *report,
            (batch + report->microbatches - 1) / report->microbatches, report->microbatches, bar,
            mib(report->peak_bytes), mib(report->reserved_bytes), mib(run->cap_bytes),
            (double)(batch * options->config.length) / took / 1e3);
+    if (*run->grown)
+        printf("  %s+ %s%s\n", run->look.good, run->grown, run->look.plain);
+    *run->grown = '\0';
 }
 
 static rebatch_status train(struct run *run)
@@ -337,8 +342,8 @@ static void introduce(const struct gpt_train_options *options, const struct gpt_
         "bytes.%s\n",
         look->strong, (double)parameters / 1e6, (double)gpt_data_bytes(data) / 1024, STEPS,
         options->batch, c->length, look->plain);
-    printf("Each line: step, loss, micro-batch x accumulation, memory live # reserved = free . "
-           "cap |, speed.\n");
+    printf("Each line: step, loss, micro-batch x accumulation, memory in use/reserved/cap, speed.\n"
+           "In the bar: # in use at the peak, = reserved beyond it, . free, | the cap.\n");
 }
 
 /* Every claim of the last line is tested here. */
