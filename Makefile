@@ -19,8 +19,8 @@ INVARIANTS_SRC := $(wildcard tests/invariants/*.c)
 LIB_MORE_SRC := $(if $(CHECK),$(INVARIANTS_SRC))
 
 # Several jobs at once, as many as processors, without the user having to say so.
-PARALLEL := $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc 2>/dev/null || echo 1))
-SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
+PARALLEL = $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc 2>/dev/null || echo 1))
+SUBMAKE = +@[ ! -t 1 ] || trap "printf '\\033[K'" EXIT; $(MAKE) -s --no-print-directory $(PARALLEL)
 
 include lib.mk
 .DEFAULT_GOAL := build

@@ -7,6 +7,8 @@ libdir = $(prefix)/lib
 DESTDIR =
 BUILD ?= build/release
 Q := $(if $(V),,@)
+# On a terminal, which file is compiled: the next line stands over it.
+SHOW = $(if $(V),,[ ! -t 1 ] || printf 'compiling %s\033[K\r' $<;)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -42,7 +44,7 @@ $(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
 
 $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
+	$(Q)$(SHOW) $(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
 
 # Changed when the flags are, so that everything is built again.
 $(BUILD)/flags: FORCE

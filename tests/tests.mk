@@ -27,7 +27,7 @@ $(BUILD)/tests/integration/check_rounding.o: private FOLDER_CFLAGS := $(TEST_INC
 $(BUILD)/tests/integration/wrap_throw.o: private EXCEPTIONS := -fexceptions
 $(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(Q)$(CXX) -std=c++17 $(or $(EXCEPTIONS),-fno-exceptions) -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
+	$(Q)$(SHOW) $(CXX) -std=c++17 $(or $(EXCEPTIONS),-fno-exceptions) -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
 	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE_CXX) -MMD -MP -c -o $@ $<
 
 # A test may stop the library's clock (tests/unit/clock.c).
@@ -62,7 +62,7 @@ $(NCCL_TEST) $(BUILD)/bench/nccl: %: %.o $(STATIC)
 NCCL_STANDIN := $(BUILD)/tests/nccl/standin
 $(NCCL_STANDIN)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(ALL_CFLAGS) -Iexamples -Itests -isystem tests/cuda -MMD -MP -c -o $@ $<
+	$(Q)$(SHOW) $(CC) $(ALL_CFLAGS) -Iexamples -Itests -isystem tests/cuda -MMD -MP -c -o $@ $<
 $(NCCL_STANDIN)/ranks: $(NCCL_STANDIN)/tests/nccl/ranks.o $(BUILD)/tests/nccl/standin.o $(DRAWN_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 $(NCCL_STANDIN)/gpt-nccl: $(NCCL_STANDIN)/examples/gpt/ranks_nccl.o $(BUILD)/tests/nccl/standin.o \

@@ -47,7 +47,7 @@ $(GPT)-nccl: $(BUILD)/examples/gpt/main.o $(call objects,$(GPT_NCCL_SRC)) $(GPT_
 
 $(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
-	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
+	$(Q)$(SHOW) $(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
 	    -MF $(@:.o=.d) -c -o $@ $<
 
 $(KERNELS): $(KERNEL_OBJ)
