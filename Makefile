@@ -87,7 +87,7 @@ wheel: ## the Python package as one file in build/wheel (a release: FRONTS=all)
 
 test-wheel: ## what FRONTS=all built, beside three versions of PyTorch, which it downloads
 	@PYTHON=$(PYTHON) scripts/install-deps python
-	@PYTHON=$(PYTHON) scripts/test-wheel "$$(ls build/wheel/*.whl)" $(FRONTS)
+	@PYTHON=$(PYTHON) scripts/test-wheel "$$(ls build/wheel/*.whl 2>/dev/null)" $(FRONTS)
 
 lint: ## format, banned calls, include order, headers alone, what the contract names
 	@PYTHON=$(PYTHON) scripts/install-deps build lint python
@@ -120,7 +120,8 @@ new-abi: ## makes this library the release that check-abi compares with, in test
 	$(SUBMAKE) $(SHARED)
 	@scripts/check-abi --write $(SHARED)
 
-deb: ## Debian's packages of the last commit in build/deb (needs debhelper; looks with lintian)
+deb: ## Debian's packages of the last commit in build/deb (looks with lintian where that is)
+	@scripts/install-deps build deb
 	@scripts/deb build/deb
 
 MAN := $(DESTDIR)$(prefix)/share/man
