@@ -197,6 +197,17 @@ def test_a_step_in_the_midst_of_a_batch_is_refused_before_it_changes_anything(us
     assert not torch.equal(before, model.weight)
 
 
+def test_a_step_that_trains_a_part_of_its_model_clears_its_own_gradients():
+    """Those of the other parameters stay, and are no sign of a loop that clears none."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, lambda m, s: m(s).square().mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(torch.ones(8, 4))
+
+
 def test_two_optimizers_of_a_model_are_told_apart():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))

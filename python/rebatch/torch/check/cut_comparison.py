@@ -32,11 +32,16 @@ from rebatch.torch.check.fixed_draws import FixedDraws
 from rebatch.torch.check.results import ADVICE, Leaf, Seen, leaves_of, thinned, told_apart
 from rebatch.torch.check.rounding import are_exact, floors
 from rebatch.torch.check.time_first_modules import Sequences
-from rebatch.torch.check.training_snapshot import Snapshot, snapshot_outside
+from rebatch.torch.check.training_snapshot import (
+    Snapshot,
+    parameters_outside,
+    snapshot_outside,
+)
 from rebatch.torch.private import tree_map_only
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import failed_allocations, is_oom, let_go
 from rebatch.torch.session.threads import others_train
+from rebatch.torch.undo.copies import lazy_sums_of, read_sums, sums_of
 
 # Which samples are compared, each in a step, and how many of them a half has: the two that differ
 # most; two pairs of views that are stacked, so they lie half a batch apart; two pairs of views that
@@ -143,6 +148,7 @@ class FirstCut:
         except Exception as error:  # out of memory
             self._fail(error)
             return
+        self.comparison.look_outside()
         if not is_warm:
             self.comparison.passes = [(0, min(_SIZES[self._warmed], 2 * units) * unit)]
 
@@ -188,6 +194,10 @@ class FirstCut:
         """The step has succeeded."""
         comparison, self.comparison = self.comparison, None
         if comparison is None or comparison.passes:
+            return
+        if comparison.moved:
+            self.is_done = self.has_told = True
+            comparison.tell(_of_moved(comparison.moved, comparison.program.loss_name))
             return
         is_unlike = comparison.has_drawn and not self._draws  # at each cut
         self._draws |= comparison.has_drawn
@@ -371,6 +381,9 @@ class Comparison:
         self.has_drawn = self.has_drawn_elsewhere = False  # by PyTorch; by NumPy or Python
         self.rounding = 0.0  # of what losses are made of
         self.ran = 0  # samples of the step's batch
+        self._outside: List[torch.Tensor] = []  # parameters
+        self._sums: List[Any] = []  # of these, when the step began
+        self.moved: List[str] = []  # of these, those that a pass has changed
         self._batch: Any = None
         self._spans: List[Tuple[int, int]] = []  # of the samples: first, count
 
@@ -408,7 +421,7 @@ class Comparison:
         all_left |= self.ran + self._micro >= self._running.samples
         if self._batch is None:
             self._take_samples()
-        snapshot = snapshot_outside(self._running)
+        snapshot = snapshot_outside(self._running, self._moving())
         while self.passes:
             mode, span = mode_of(), self.passes.pop(0)
             try:
@@ -421,9 +434,12 @@ class Comparison:
                 ):
                     self.results.append(self._pass(*span, has_graph))
                 self._note_draws(snapshot, mode)
+                self.moved = snapshot.moved()
             except BaseException:
                 snapshot.restore()
                 raise
+            if self.moved:
+                self.passes = []
             if not (all_left and self.passes and span[1] == self.half):
                 snapshot.restore()  # else the second micro-batch follows the first one
             if not all_left:
@@ -440,6 +456,15 @@ class Comparison:
                 self.leaves = list(leaves_of(whole, *pair, self._device))
             self.figures = _Figures.of(self.results, self.leaves)
         self.results, self._batch = [], None
+
+    def look_outside(self) -> None:
+        """What a micro-batch changes from now on, a pass may change too."""
+        self._outside = parameters_outside(self._running)
+        self._sums = lazy_sums_of(self._outside)
+
+    def _moving(self) -> Set[int]:
+        then, now = read_sums(self._sums), sums_of(self._outside)
+        return {id(t) for t, a, b in zip(self._outside, then, now) if a != b}
 
     def _note_draws(self, snapshot: Snapshot, mode: Any) -> None:
         self.has_drawn |= snapshot.draws()
@@ -661,6 +686,15 @@ class Results:
             f"{comparison.subject.what} depends on how memory cuts the batch: {why}: {advice}; "
             "step.check(batch) says more"
         )
+
+
+def _of_moved(names: List[str], loss_name: str) -> str:
+    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return (
+        f"{loss_name} changes {', '.join(map(repr, names[:3]))}{more} in each micro-batch, so what "
+        "they become depends on how memory cuts the batch: expected parameters to be changed once "
+        "after step(batch), as by an average of the weights; step.check(batch) says more"
+    )
 
 
 def _of_losses(f: _Figures) -> str:

@@ -225,15 +225,26 @@ class Snapshot(Saved):
             )
         return all(self._is_same(a, b, seen) for a, b in zip(held, entries))
 
+    def moved(self) -> List[str]:
+        """The names of parameters that are not what they were."""
+        parameters = [each for each in self.values if each[0].kind == "parameter"]
+        return [p.name for p, then in parameters if not self._is_same(p.get(), then, set())]
+
     def draws(self, but_for_torchs: bool = False) -> bool:
         """Whether random numbers were drawn since, by PyTorch's generators or by others alone."""
         return self._generators.have_moved(self._states, but_for_torchs)
 
 
-def snapshot_outside(running: Running) -> Snapshot:
+def parameters_outside(running: Running) -> List[torch.Tensor]:
+    """Of modules that are outside of the model."""
+    found = (place.get() for place in _outside(running) if place.kind == "parameter")
+    return [tensor for tensor in found if tensor is not None]
+
+
+def snapshot_outside(running: Running, moving: AbstractSet[int] = frozenset()) -> Snapshot:
     """Within an attempt: of what it may change in the model, and of what is outside of that and
-    small, without parameters and gradients."""
-    places = [p for p in _outside(running) if p.kind not in _TRAINED]
+    small, with no gradients, and those parameters alone whose ids are given."""
+    places = [p for p in _outside(running) if p.kind not in _TRAINED or id(p.get()) in moving]
     snapshot = Snapshot(running, places, running.undo, GuardPoint.ATTEMPT)
     snapshot.reached = Reached.by(running)
     return snapshot

@@ -139,6 +139,9 @@ class Update(Passes):
         if self.scaler is not None:  # it may have unscaled gradients that are gone now
             self.scaler._per_optimizer_states.clear()
 
+    def note_earlier(self) -> None:
+        """Gradients of others are there: the next zero_grad() clears its own."""
+
     def finish_gradients(self) -> None:
         """When the last micro-batch is accumulated: unscale, before_update, clip. This changes
         gradients, so an OOM here makes the effective batch run again, or, with several ranks, this
