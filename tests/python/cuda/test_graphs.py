@@ -201,3 +201,28 @@ def test_graphs_need_no_more_memory_than_passes_without_them(install):
     ]
     (replayed, graphs), (_, eager) = (map(int, line.split()) for line in lines)
     assert replayed == 4 and graphs <= 1.05 * eager
+
+
+def test_what_a_capture_sets_aside_is_counted_beside_workspaces_that_it_gives_back():
+    """The plans of eager passes are dropped with it, whose memory would be there twice."""
+    program = (
+        RESERVED
+        + """
+from rebatch.torch.graphs import recorder
+from rebatch.torch.graphs.graphs import Graphs
+workspaces = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda")]  # more than gradients
+recorder.clear_cublas_workspaces = workspaces.clear
+set_aside, run = [], Graphs.run
+def noted(graphs, *arguments):
+    result = run(graphs, *arguments)
+    set_aside.append(graphs.new_bytes)
+    return result
+Graphs.run = noted
+step = Step(model, optimizer, loss_fn, graphs=True, **options)
+for _ in range(10):
+    step((x,))
+gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+print(sum(map(bool, set_aside)), max(set_aside) >= gradients)
+"""
+    )
+    assert said(run("graphs = False" + program)).splitlines()[-1] == "1 True"

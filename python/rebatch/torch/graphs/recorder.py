@@ -163,8 +163,12 @@ class Recording:
 
 
 def live_bytes(device: torch.device) -> int:
-    """Memory in use; 0 where nothing counts it."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    """Memory in use but for workspaces of libraries, which a capture gives back; 0 where nothing
+    counts it."""
+    if device.type != "cuda":
+        return 0
+    clear_cublas_workspaces()
+    return torch.cuda.memory_allocated(device)
 
 
 def can_capture(device: torch.device) -> bool:
