@@ -138,7 +138,7 @@ install: ## into DESTDIR/prefix: libraries, headers, command, man pages, documen
 	@install -m 644 $(filter %.3,$(MAN_PAGES)) $(MAN)/man3
 	@install -m 644 README.md LICENSE CHANGELOG.md $(DOC)
 	@install -m 644 $(wildcard docs/*.md docs/*.svg) $(DOC)/docs
-	@install -m 644 $(wildcard examples/*.*) examples/Makefile $(DOC)/examples
+	@install -m 644 $(filter-out %.mk,$(wildcard examples/*.*)) examples/Makefile $(DOC)/examples
 	@install -m 644 $(wildcard examples/guide/*) $(DOC)/examples/guide
 	@# Each function has a page that leads to that of its header.
 	@cd $(MAN)/man3 && for page in $(notdir $(filter %.3,$(MAN_PAGES))); do \

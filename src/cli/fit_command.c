@@ -86,5 +86,7 @@ int rbi_fit_main(int count, char **arguments)
     (void)execvp(python, words);
     const int error = errno;
     free(words);
-    return rbi_child_refuse(python, error);
+    const bool is_program = strcmp(python, "python3") != 0;
+    return rbi_child_refuse(is_program ? python : "python3, whose package rebatch does a fit,",
+                            error);
 }

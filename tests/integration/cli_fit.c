@@ -9,6 +9,14 @@
 
 TestSuite(cli_fit, .init = cli_enter, .fini = config_leave);
 
+Test(cli_fit, a_system_without_python_is_told_what_for)
+{
+    AUTO_DONE(r) = cli_run("PATH=/none", "fit", "--gpu l4 -- ./train");
+    cr_expect_eq(r.code, 127);
+    cr_expect_str_eq(r.error, "rebatch: python3, whose package rebatch does a fit, cannot be run: "
+                              "No such file or directory\n");
+}
+
 /* One that sees no installed package. */
 Test(cli_fit, a_python_without_the_package_is_named)
 {
