@@ -478,18 +478,26 @@ def test_without_cudas_headers_there_is_one_sentence(monkeypatch, empty_cache_fo
         find()
 
 
-def test_cudas_headers_may_be_in_two_packages(tmp_path):
+def test_cudas_headers_are_those_of_its_major_version(tmp_path):
     runtime = tmp_path / "nvidia" / "cuda_runtime" / "include"
-    nvcc = tmp_path / "nvidia" / "cuda_nvcc" / "include"
     runtime.mkdir(parents=True)
-    (nvcc / "crt").mkdir(parents=True)
     (runtime / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
-    (nvcc / "crt" / "host_defines.h").write_text("")
     cuda_12 = front_build.Torch(tmp_path, "2.8.0", "12.8", cxx11_abi=True)
-    assert front_build.cuda_includes(cuda_12, [nvcc, runtime]) == [runtime, nvcc]
+    assert front_build.cuda_include(cuda_12, [tmp_path, runtime]) == runtime
     cuda_13 = dataclasses.replace(cuda_12, cuda="13.0")
     with pytest.raises(front_library.FrontError, match="headers of CUDA 13 were not found"):
-        front_build.cuda_includes(cuda_13, [nvcc, runtime])
+        front_build.cuda_include(cuda_13, [tmp_path, runtime])
+
+
+def test_pips_headers_of_cuda_lack_crt(tmp_path):
+    wanted = front_library.this_torch()
+    whole = front_build.cuda_include(wanted, front_library.cuda_folders())
+    for file in whole.iterdir():
+        if file.name != "crt":
+            (tmp_path / file.name).symlink_to(file)
+    includes = [front_library.rebatch_include(), tmp_path]
+    command = front_build.command_line(wanted, includes, tmp_path / "front.so")
+    front_build.compile_front(wanted, command, tmp_path / "log")
 
 
 def test_a_compilation_that_fails_says_why(monkeypatch, empty_cache_folder):

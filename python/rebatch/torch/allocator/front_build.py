@@ -13,6 +13,7 @@ import shutil
 import subprocess
 
 SOURCE = pathlib.Path(__file__).resolve().with_name("front.cpp")
+LAST_INCLUDE = SOURCE.parent  # has a folder crt, which pip's packages of CUDA lack
 OLDEST = (2, 8)
 
 
@@ -96,31 +97,22 @@ def has_cuda_runtime(folder: pathlib.Path, major: str) -> bool:
     return version is not None and str(int(version.group(1)) // 1000) == major
 
 
-def cuda_packages(torch: Torch) -> list[str]:
-    """The packages that have the headers of CUDA, as pip takes them."""
+def cuda_package(torch: Torch) -> str:
+    """The package that has the headers of CUDA, as pip takes it."""
     version = ".".join(torch.cuda.split(".")[:2])
-    names = ["nvidia-cuda-runtime", "nvidia-cuda-crt"]
-    if torch.cuda_major == "12":
-        names = ["nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12"]
-    return [f"{name}=={version}.*" for name in names]
+    suffix = "-cu12" if torch.cuda_major == "12" else ""
+    return f"nvidia-cuda-runtime{suffix}=={version}.*"
 
 
-def cuda_includes(torch: Torch, folders: list[pathlib.Path]) -> list[pathlib.Path]:
-    """Of the folders, the first with CUDA's headers, and the one with crt/, which may be the same.
-
-    Raises FrontError.
-    """
+def cuda_include(torch: Torch, folders: list[pathlib.Path]) -> pathlib.Path:
+    """The first of the folders that has CUDA's headers. Raises FrontError."""
     major = torch.cuda_major
     for folder in folders:
-        if not has_cuda_runtime(folder, major):
-            continue
-        for crt in folder, folder.parents[1] / "cuda_nvcc" / "include":  # CUDA 12's package
-            if (crt / "crt" / "host_defines.h").exists():
-                return [folder, crt]
-    wanted = " ".join(f"'{package}'" for package in cuda_packages(torch))
+        if has_cuda_runtime(folder, major):
+            return folder
     raise FrontError(
         f"rebatch: the headers of CUDA {major} were not found, which install() needs once; "
-        f"run `pip install {wanted}`, or set CUDA_HOME to a CUDA {major} toolkit"
+        f"run `pip install '{cuda_package(torch)}'`, or set CUDA_HOME to a CUDA {major} toolkit"
     )
 
 
@@ -142,6 +134,7 @@ def command_line(
         "-w",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
         *(f"-I{folder}" for folder in [torch.folder / "include", *includes]),
+        f"-idirafter{LAST_INCLUDE}",
         str(SOURCE),
         "-o",
         str(output),

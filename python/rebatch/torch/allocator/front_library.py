@@ -131,7 +131,7 @@ def cached(wanted: Torch) -> pathlib.Path:
 
 def _compile_command(wanted: Torch, target: str) -> list[str]:
     """What compiles front.cpp. Raises FrontError where a compiler or headers are missing."""
-    includes = [rebatch_include(), *front_build.cuda_includes(wanted, cuda_folders())]
+    includes = [rebatch_include(), front_build.cuda_include(wanted, cuda_folders())]
     return front_build.command_line(wanted, includes, target)
 
 
