@@ -652,6 +652,30 @@ def test_of_a_batch_that_slice_cuts_neighbours_are_compared():
 # ---- what else there may be ----
 
 
+def spread(model, samples):
+    out = model(samples[0])
+    return (out - samples[1]).square().mean() + 0 * out.detach().std(dim=0).nan_to_num().mean()
+
+
+def test_passes_over_one_sample_give_no_warnings():
+    """PyTorch warns of a deviation of one sample. What a program warns of is given as ever."""
+    model, batch, _ = make("mlp")
+
+    def warning(model, samples):
+        warnings.warn(f"of {len(samples[0])} samples")
+        return spread(model, samples)
+
+    step = rebatch.Step(model, sgd(model), warning, micro_start=8, log_level="quiet")
+    filters = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            step(batch)
+        assert step.check(batch)
+    assert [str(w.message) for w in caught] == 10 * ["of 8 samples"]
+    assert warnings.filters == filters
+
+
 def test_the_warning_is_at_the_line_of_the_user():
     model, batch, _ = make("mlp")
     step = rebatch.Step(model, sgd(model), summed, micro_start=4)

@@ -37,6 +37,7 @@ from rebatch.torch.check.training_snapshot import (
     parameters_outside,
     snapshot_outside,
 )
+from rebatch.torch.check.without_warnings import without_warnings
 from rebatch.torch.private import tree_map_only
 from rebatch.torch.program.program import Running
 from rebatch.torch.session.oom import failed_allocations, is_oom, let_go
@@ -426,6 +427,7 @@ class Comparison:
             mode, span = mode_of(), self.passes.pop(0)
             try:
                 with (
+                    without_warnings(),
                     _without_plans(self._has_rnn or not has_graph),
                     switched_off(self._off),
                     self.sequences.watching(),

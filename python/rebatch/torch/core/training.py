@@ -33,6 +33,7 @@ from rebatch.torch.batches.cut import Batches, cut_of
 from rebatch.torch.check.check import check_step
 from rebatch.torch.check.cut_comparison import OF_EVALUATION, FirstCut, tell
 from rebatch.torch.check.findings import Check, accepted_kinds
+from rebatch.torch.check.without_warnings import without_warnings
 from rebatch.torch.core.arguments import (
     check_arguments,
     check_match,
@@ -404,6 +405,7 @@ class Training:
             session.modes.kept(),
             self.program.aside(),
             self.quiet(),
+            without_warnings(),
         ):
             return check_step(self.running, self._run_as, accepted)
 
