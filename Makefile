@@ -76,7 +76,7 @@ include tests/tests.mk
 all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(MAN_PAGES)
 
 build: ## the library, the command and the examples; what make alone does; installs nothing
-	@scripts/install-deps --look build
+	@scripts/install-deps --look library
 	$(SUBMAKE) all
 	@echo "built in $(BUILD): librebatch.so, librebatch.a, librebatch_wrap.so, rebatch, examples/"
 
@@ -121,7 +121,7 @@ new-abi: ## makes this library the release that check-abi compares with, in test
 	@scripts/check-abi --write $(SHARED)
 
 deb: ## Debian's packages of the last commit in build/deb (looks with lintian where that is)
-	@scripts/install-deps build deb
+	@scripts/install-deps library deb
 	@scripts/deb build/deb
 
 MAN := $(DESTDIR)$(prefix)/share/man
@@ -129,7 +129,7 @@ DOC := $(DESTDIR)$(prefix)/share/doc/rebatch
 INSTALLED = lib $(PRELOAD) $(COMMAND) $(MAN_PAGES)
 installed: $(INSTALLED)
 install: ## into DESTDIR/prefix: libraries, headers, command, man pages, documents, examples
-	@scripts/install-deps --look build
+	@scripts/install-deps --look library
 	$(SUBMAKE) install-lib $(INSTALLED)
 	@install -d $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3 $(DOC)/docs $(DOC)/examples/guide
 	@install -m 755 $(filter %.so,$(PRELOAD)) $(DESTDIR)$(libdir)
