@@ -7,7 +7,8 @@
 
 /* The first steps allocate what an optimizer and caches keep. */
 #define ROW_TO_SAY 3
-/* Less than this part of what is allocated may be batches of other lengths, some in a row. */
+/* Less than this part of what is allocated may be batches of other lengths, some in a row. What a
+ * program allocates once between two steps is no growth of each of them: the least one counts. */
 #define LITTLE_PARTS 256
 #define ROW_OF_LITTLE 16
 
@@ -65,7 +66,7 @@ bool rbi_leak_is_likely(const rebatch *rb)
 
 static bool is_worth_saying(const struct rbi_leak *leak)
 {
-    const bool is_little = leak->grown_bytes < leak->live_bytes / LITTLE_PARTS;
+    const bool is_little = leak->row * leak->least_bytes < leak->live_bytes / LITTLE_PARTS;
     return leak->row >= (is_little ? ROW_OF_LITTLE : ROW_TO_SAY) &&
            (leak->row == ROW_TO_SAY || rbi_is_power_of_two(leak->row));
 }
@@ -88,7 +89,9 @@ void rbi_leak_step_done(rebatch *rb, uint64_t first_sequence, bool is_same_size)
     rbi_memory_get(&memory, rb);
     const uint64_t expected = leak->live_bytes + leak->kept_bytes;
     const bool grows = leak->has_stepped && is_same_size && memory.live_bytes > expected;
-    leak->grown_bytes = grows ? leak->grown_bytes + memory.live_bytes - expected : 0;
+    const uint64_t more = grows ? memory.live_bytes - expected : 0;
+    leak->grown_bytes = grows ? leak->grown_bytes + more : 0;
+    leak->least_bytes = leak->row ? rbi_min(leak->least_bytes, more) : more;
     leak->kept_bytes = 0;
     leak->row = grows ? leak->row + (leak->row < UINT32_MAX) : 0;
     leak->live_bytes = memory.live_bytes;

@@ -501,9 +501,9 @@ rebatch_status rbi_overflow_step_done(rebatch *rb);
 
 struct rbi_leak {
     bool has_stepped;
-    uint32_t row;         /* steps in a row that left more than they found */
-    uint64_t live_bytes;  /* after the last step */
-    uint64_t grown_bytes; /* by these steps */
+    uint32_t row;                      /* steps in a row that left more than they found */
+    uint64_t live_bytes;               /* after the last step */
+    uint64_t grown_bytes, least_bytes; /* by these steps, and by one of them */
     uint64_t kept_bytes;  /* that callbacks of this step have allocated to work in later */
     uint64_t update_from; /* sequence of the first block that the last update can have made */
     /* blocks that the last step left */

@@ -156,6 +156,21 @@ Test(step_hints, memory_that_is_never_freed_is_named)
     trainer_close(&t);
 }
 
+/* As another training of the process, or data that is moved to the device. */
+Test(step_hints, what_a_program_allocates_once_between_steps_is_no_growth_of_each)
+{
+    static struct trainer t;
+    void *others;
+    trainer_open(&t, KEEPS_A_LITTLE, MIB(32));
+    for (int i = 0; i < 8; i++) {
+        if (i == 3)
+            OK(rebatch_pool_alloc(&others, rebatch_get_pool(t.rb), MIB(16), NULL, 0));
+        OK(step(&t));
+    }
+    HAS(find(&t, REBATCH_EVENT_LEAK, 0), "no such event");
+    trainer_close(&t);
+}
+
 static void expect_said(const char *part)
 {
     cr_expect(strstr(rebatch_last_error(), part), "%s", rebatch_last_error());
