@@ -114,3 +114,19 @@ def test_what_each_micro_batch_sets_to_the_same_is_not_told():
     changed, told = train(a_copy)
     expected, _ = train(a_copy, compares=False)
     assert same_bits(changed, expected) and told == []
+
+
+def test_a_scheduler_that_steps_in_each_micro_batch_is_told():
+    model, batch, loss_fn = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+
+    def stepping(model, samples):
+        scheduler.step()
+        return loss_fn(model, samples)
+
+    step = rebatch.Step(model, optimizer, stepping, micro_start=4, growth=False, log_level="quiet")
+    with pytest.warns(rebatch.CutWarning, match="loss_fn changes 'scheduler.last_epoch' in each"):
+        for _ in range(6):
+            step(batch)
+    assert scheduler.last_epoch == 24

@@ -694,8 +694,8 @@ def _of_moved(names: List[str], loss_name: str) -> str:
     more = f" and {len(names) - 3} others" if len(names) > 3 else ""
     return (
         f"{loss_name} changes {', '.join(map(repr, names[:3]))}{more} in each micro-batch, so what "
-        "they become depends on how memory cuts the batch: expected parameters to be changed once "
-        "after step(batch), as by an average of the weights; step.check(batch) says more"
+        "they become depends on how memory cuts the batch: expected such a line after step(batch), "
+        "as of an average of the weights or a scheduler; step.check(batch) says more"
     )
 
 

@@ -163,6 +163,12 @@ class Reached(Marks):
 # ---- the snapshot ----
 
 
+def _counts(place: Place) -> bool:
+    """The steps of a scheduler."""
+    kind = torch.optim.lr_scheduler.LRScheduler
+    return place.key == "last_epoch" and isinstance(place.owner, kind)
+
+
 def _put_back_contents(copies: Copies) -> None:
     """By what they are: BatchNorm and kernels of one's own leave a tensor's version."""
     for tensor, copy in copies.values():
@@ -226,9 +232,9 @@ class Snapshot(Saved):
         return all(self._is_same(a, b, seen) for a, b in zip(held, entries))
 
     def moved(self) -> List[str]:
-        """The names of parameters that are not what they were."""
-        parameters = [each for each in self.values if each[0].kind == "parameter"]
-        return [p.name for p, then in parameters if not self._is_same(p.get(), then, set())]
+        """The names of parameters, and counts of schedulers, that are not what they were."""
+        each = [(p, then) for p, then in self.values if p.kind == "parameter" or _counts(p)]
+        return [p.name for p, then in each if not self._is_same(p.get(), then, set())]
 
     def draws(self, but_for_torchs: bool = False) -> bool:
         """Whether random numbers were drawn since, by PyTorch's generators or by others alone."""
