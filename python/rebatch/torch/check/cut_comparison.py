@@ -3,7 +3,8 @@ itself once a batch has been cut: an update or a result that depends on the cut 
 
 The comparison is no part of the step in which memory ran out. In later steps a pass over a few
 samples runs before a micro-batch begins, while the GPU still works on the one before; none waits
-for the GPU. There the first three of these steps load the kernels of these sizes."""
+for the GPU, but where loss_fn names modules outside of the model, whose parameters are looked at.
+There the first three of these steps load the kernels of these sizes."""
 
 from __future__ import annotations
 
