@@ -11,6 +11,7 @@ from torch import nn
 
 import rebatch.torch as rebatch
 from rebatch.testing import fail_once
+from rebatch.torch.undo.changes_outside import Told
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
 
@@ -89,3 +90,25 @@ def test_an_oom_leaves_no_cost_behind(small):
         calls.append(small.calls_of(lambda: step(batch)))
         assert step.report.micro == 8
     assert calls[0] <= calls[1]
+
+
+def test_an_attempt_after_an_oom_looks_at_its_beginning_and_end_alone(monkeypatch):
+    """Where the one that failed has left nothing: no look costs what a module does."""
+    looks, marks = [], Told._marks
+
+    def noted(told):
+        looks.append(told)
+        return marks(told)
+
+    monkeypatch.setattr(Told, "_marks", noted)
+    model = mlp(20)
+    step = rebatch.Step(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        lambda model, samples: nn.functional.cross_entropy(model(samples[0]), samples[1]),
+        log_level="quiet",
+    )
+    with fail_once(model):
+        step(batch_of(16))
+    assert step.report.ooms == 1
+    assert len(looks) <= 6  # of two attempts

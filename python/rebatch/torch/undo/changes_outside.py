@@ -332,7 +332,8 @@ class Told:
             return
         if self._is_due:
             self._look()
-            self._watch()
+            if self._last and self._before and changed_in(self._last, self._before):
+                self._watch()  # an attempt that failed may have left what the next one puts back
         elif self._left and self._attempts_left:
             self._attempts_left -= 1
             self._look()
