@@ -5,6 +5,8 @@ from torch import nn
 
 import rebatch.torch as rebatch
 
+from test_install import run, said
+
 
 def test_a_comparison_of_cuts_leaves_no_memory_to_the_update():
     """So that it is no growth from step to step, and no need of the update."""
@@ -39,3 +41,30 @@ def test_gradients_that_accumulate_are_no_growth():
             optimizer.step()
             optimizer.zero_grad()
     assert not [text for text in said if "memory grows" in text]
+
+
+CUT_TWICE = """
+from torch import nn
+from rebatch.torch import Step
+model = nn.Linear(4096, 5120, device="cuda")  # whose gradient is larger than workspaces
+def loss_fn(model, samples):
+    if len(samples[0]) > largest:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return model(samples[0]).mean()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+step = Step(model, optimizer, loss_fn, log_level="quiet", growth=False)
+batch, collected, collect = (torch.ones(8, 4096, device="cuda"),), [], gc.collect
+largest = 4
+step(batch)
+largest = 2
+step.load_state_dict({**step.state_dict(), "micro": 8})
+gc.collect = lambda *at: collected.append(at) or collect(*at)
+step(batch)
+print(step.report.ooms >= 2, step.report.micro, () in collected)
+"""
+
+
+def test_sums_that_are_made_after_an_oom_are_no_garbage():
+    """They stay where the next attempt fails too: to look for who holds them takes longer than an
+    attempt."""
+    assert said(run("rebatch.install()\n" + CUT_TWICE)).strip() == "True 2 False"

@@ -318,6 +318,12 @@ class Callbacks:
         with contextlib.suppress(torch.OutOfMemoryError):
             self._running.loss = self._zero_loss()
 
+    def _cut_after_all(self) -> None:
+        """The whole batch did not fit. What is made here stays if the micro-batch that runs fails,
+        so that no garbage is collected for it."""
+        self._begin_cut(True)
+        self.session.keep_made()
+
     def set_level(self, level: int) -> None:
         """Of `lighten`."""
         if self.session and self.session.meter:
@@ -334,8 +340,8 @@ class Callbacks:
             self._run_nothing()
             return
         is_last = first + count == running.samples
-        if self._is_whole and count < running.samples:  # the whole batch did not fit
-            self._begin_cut(True)
+        if self._is_whole and count < running.samples:
+            self._cut_after_all()
         # Without other ranks a sum of losses would be one more small block in the last pass.
         is_launching = bool(self._ranks) and is_last and running.program.is_fresh and not is_trial
         is_launching = is_launching and not self.whole_loss  # another rank may ask for all again
@@ -424,7 +430,7 @@ class Callbacks:
             self._run_nothing()
             return
         if self._is_whole and count < self._running.samples:
-            self._begin_cut(True)
+            self._cut_after_all()
         self._begin_loss()
         give((count, self._running.part(first, count)))
 

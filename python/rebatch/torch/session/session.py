@@ -197,6 +197,7 @@ class Session:
         self.torn_text = ""  # of an update that ran out of memory
         self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
+        self._begun = (0, 0)  # figures() of the callback that runs
         self._guards, self._on_event = list(guards), on_event
         self._list_calls()
         self.saves_attempts = True  # False: nothing that guards save changes in the next callback
@@ -331,21 +332,25 @@ class Session:
         if self.error is not None:
             return c.Status.E_USER
         self._said = ""
-        begun = self.figures()
+        self._begun = self.figures()
         try:
             try:
                 body(*arguments)
             except BaseException as error:
                 self.modes.put_back()
-                status = self.status_of(error, begun)
+                status = self.status_of(error, self._begun)
             else:
                 return 0
             if status == c.Status.OOM:
-                self.collect(begun[0])  # here, where no exception is being handled
+                self.collect(self._begun[0])  # here, where no exception is being handled
         except BaseException as error:
             self.error = error
             return c.Status.E_USER
         return status
+
+    def keep_made(self) -> None:
+        """What the callback that runs has allocated so far stays, also where it fails."""
+        self._begun = self.live_bytes(), self._begun[1]
 
     def status_of(self, error: BaseException, begun: Tuple[int, int]) -> int:
         """What C is told of an exception, and what is kept of it; `begun` is figures() before."""
