@@ -100,6 +100,7 @@ static void note_failure(struct rbi_phase *phase)
     if (phase->failures > 0)
         phase->rest = RBI_PLAN_REST_PHASES << (phase->failures - 1);
     phase->failures = rbi_min(phase->failures + 1, RBI_PLAN_DOUBLINGS_MOST);
+    phase->served = 0; /* it has to prove itself again, which ends the row */
 }
 
 /* A call is another than the plan has. */
